@@ -1,0 +1,252 @@
+"""What the data scripts share: the shard format, the byte count of the metric, and careful file writing.
+
+A shard is a header of 256 little-endian int32 (magic, version, token count), then the tokens as little-endian uint16,
+nothing after.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import sentencepiece as spm
+
+MAGIC, VERSION = 20240520, 1
+HEADER_BYTES, TOKEN_BYTES = 256 * 4, 2
+SPACE_MARKER = (
+    "\u2581"  # stands for a space inside SentencePiece pieces; written as an escape so that no editor can mangle it
+)
+PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
+MAX_VOCAB_SIZE = 65_536  # ids are stored as uint16
+OFFICIAL_VAL_DOCS = 50_000
+MANIFEST_VERSION = "10B"
+DOCS_NAME = "docs_selected.jsonl"
+SIDECAR_NAME = "docs_selected.source_manifest.json"
+
+
+class DataError(ValueError):
+    """A problem that the user can cause and mend; the command line prints its message alone and exits with code 2."""
+
+
+class DamagedFile(DataError):
+    """A file whose content is not what it should be; fetching or building it again mends it."""
+
+
+def run_cli(main: Callable[[], None]) -> None:
+    """Run main(); a DataError or operating-system error becomes one line and exit code 2, without a traceback."""
+    try:
+        main()
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+# ---------------------------------------------------------------- shards
+
+
+def shard_name(split: str, index: int) -> str:
+    return f"fineweb_{split}_{index:06d}.bin"
+
+
+def shard_header(token_count: int) -> bytes:
+    header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
+    header[:3] = MAGIC, VERSION, token_count
+    return header.tobytes()
+
+
+def read_token_count(path: Path) -> int:
+    """Token count of a shard whose header and file size agree; DamagedFile when they do not."""
+    with open(path, "rb") as file:
+        header = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4")
+    if len(header) * 4 != HEADER_BYTES:
+        raise DamagedFile(
+            f"{path}: {path.stat().st_size} bytes, but the header alone has {HEADER_BYTES}; "
+            "fetch or build the file again"
+        )
+    magic, version, token_count = (int(value) for value in header[:3])
+    if (magic, version) != (MAGIC, VERSION):
+        raise DamagedFile(
+            f"{path}: magic {magic} and version {version}, expected {MAGIC} and {VERSION}; this is not a token shard"
+        )
+    expected, found = HEADER_BYTES + token_count * TOKEN_BYTES, path.stat().st_size
+    if token_count < 0 or expected != found:
+        raise DamagedFile(
+            f"{path}: {found} bytes, but its header promises {token_count} tokens = {expected} bytes; "
+            "fetch or build it again"
+        )
+    return token_count
+
+
+def read_tokens(path: Path) -> np.ndarray:
+    """Tokens of one shard, (tokens,) uint16, mapped from the file rather than loaded."""
+    token_count = read_token_count(path)
+    if token_count == 0:  # an empty region cannot be mapped
+        return np.zeros(0, dtype="<u2")
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(token_count,))
+
+
+class ShardWriter:
+    """Appends tokens to fineweb_{split}_{i:06d}.bin files of shard_tokens each; documents run on across files.
+
+    Call close() at the end. `files` then lists name, tokens and sha256 of each shard in order.
+    """
+
+    def __init__(self, folder: Path, split: str, shard_tokens: int) -> None:
+        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
+        self.files: list[dict] = []
+        self._file = None
+        self._count = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(entry["tokens"] for entry in self.files) + self._count
+
+    def write(self, tokens: np.ndarray) -> None:
+        """Append tokens, (n,) uint16."""
+        while len(tokens):
+            if self._file is None:
+                self._file = open(self.folder / shard_name(self.split, len(self.files)), "wb")
+                self._file.write(shard_header(0))  # the count is filled in when the shard is complete
+            part = tokens[: self.shard_tokens - self._count]
+            self._file.write(np.ascontiguousarray(part, dtype="<u2").tobytes())
+            self._count += len(part)
+            tokens = tokens[len(part) :]
+            if self._count == self.shard_tokens:
+                self.close()
+
+    def close(self) -> None:
+        if self._file is None:
+            return
+        self._file.seek(0)
+        self._file.write(shard_header(self._count))
+        self._file.close()
+        path = Path(self._file.name)
+        self.files.append({"name": path.name, "tokens": self._count, "sha256": sha256_file(path)})
+        self._file, self._count = None, 0
+
+
+# ---------------------------------------------------------------- bytes of a token, as the metric counts them
+
+
+@dataclass(frozen=True)
+class ByteTables:
+    """Per-token tables of one tokenizer, each (vocab_size,).
+
+    base_bytes: int64, UTF-8 bytes without one leading space marker; byte pieces 1; control, unknown and unused ones 0.
+    has_leading_space: bool, the piece starts with the marker: one more byte unless the token before is a boundary.
+    is_boundary: bool, control, unknown and unused pieces.
+    """
+
+    base_bytes: np.ndarray
+    has_leading_space: np.ndarray
+    is_boundary: np.ndarray
+
+
+def sentencepiece_byte_tables(tokenizer: spm.SentencePieceProcessor) -> ByteTables:
+    size = tokenizer.get_piece_size()
+    base = np.zeros(size, dtype=np.int64)
+    leading, boundary = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
+    for token in range(size):
+        if tokenizer.is_control(token) or tokenizer.is_unknown(token) or tokenizer.is_unused(token):
+            boundary[token] = True
+        elif tokenizer.is_byte(token):
+            base[token] = 1
+        else:
+            piece = tokenizer.id_to_piece(token)
+            leading[token] = piece.startswith(SPACE_MARKER)
+            base[token] = len(piece.removeprefix(SPACE_MARKER).encode("utf-8"))
+    return ByteTables(base, leading, boundary)
+
+
+def pure_byte_tables(vocab_size: int = 260) -> ByteTables:
+    """Tables of the byte tokenizer: four special ids, then one id for each byte."""
+    boundary = np.arange(vocab_size) < 4
+    return ByteTables((~boundary).astype(np.int64), np.zeros(vocab_size, dtype=bool), boundary)
+
+
+def count_bytes(tokens: np.ndarray, tables: ByteTables) -> int:
+    """Bytes of tokens[1:] given the token before each; tokens: (n,) ids, of which the first should be BOS."""
+    previous, target = tokens[:-1], tokens[1:]
+    spaces = tables.has_leading_space[target] & ~tables.is_boundary[previous]
+    return int(tables.base_bytes[target].sum() + spaces.sum())
+
+
+def check_tokenizer(tokenizer: spm.SentencePieceProcessor, vocab_size: int, source: str) -> None:
+    """DataError unless the model has vocab_size pieces, the special ids of the recipe and a lone space marker.
+
+    Without the lone marker a space falls back to three byte pieces, and bits per byte looks a fifth better than it is.
+    """
+    size = tokenizer.get_piece_size()
+    if size != vocab_size:
+        raise DataError(
+            f"{source}: the tokenizer has {size} pieces, not the {vocab_size} asked for; ask for vocab_size {size}"
+        )
+    special = (tokenizer.pad_id(), tokenizer.bos_id(), tokenizer.eos_id(), tokenizer.unk_id())
+    if special != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
+        raise DataError(
+            f"{source}: pad/bos/eos/unk ids are {special}, the recipe needs {(PAD_ID, BOS_ID, EOS_ID, UNK_ID)}"
+        )
+    marker = tokenizer.piece_to_id(SPACE_MARKER)
+    if tokenizer.is_unknown(marker):
+        raise DataError(
+            f"{source}: the tokenizer has no piece for a lone space (U+2581), so the bytes of spaces would be "
+            "counted wrongly; "
+            "train it on text that has spaces"
+        )
+
+
+# ---------------------------------------------------------------- files
+
+
+def sha256_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON ({error}); remove it or write it again") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write under a temporary name and rename, so that a reader never sees half a file."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=True) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def merge_manifest(path: Path, new: dict) -> dict:
+    """`new` plus the datasets and tokenizers that the manifest at path lists under other names.
+
+    So one data folder can hold several variants. Each dataset entry names its own documents; the fields above are the
+    newest export's.
+    """
+    old = read_json(path) if path.exists() else {}
+    merged = dict(new)
+    for key in ("datasets", "tokenizers"):
+        names = {entry["name"] for entry in new[key]}
+        kept = [entry for entry in old.get(key, []) if isinstance(entry, dict) and entry.get("name") not in names]
+        merged[key] = sorted(kept + new[key], key=lambda entry: str(entry["name"]))
+    return merged
