@@ -19,6 +19,7 @@ import io
 import json
 import lzma
 import math
+import operator
 import os
 import platform
 import queue
@@ -33,7 +34,7 @@ import time
 import traceback
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
@@ -46,65 +47,43 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Errors and limits
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Errors and limits -----------------------------------------------------------------------------------------------
 
 SIZE_CAP_BYTES = 16_000_000  # decimal megabytes, code plus compressed weights
 EVAL_CAP_SECONDS = 600
-
 
 class RunError(Exception):
     """A failure with one clear message and an exit code of its own; no traceback is printed."""
 
     exit_code = 1
 
-
 class SetupError(RunError, ValueError):
-    """A setting, file or machine is wrong; found before the first step."""
-
-    exit_code = 2
-
+    exit_code = 2  # a setting, a file or the machine is wrong; found before the first step
 
 class DivergedError(RunError):
-    """The loss became NaN or infinite."""
-
-    exit_code = 3
-
+    exit_code = 3  # the loss became NaN or infinite
 
 class OversizeError(RunError):
-    """Code plus model exceed the cap; the files are kept."""
-
-    exit_code = 4
-
+    exit_code = 4  # code plus model exceed the cap; the files are kept
 
 class ClockError(RunError):
-    """Training data was read after the wall-clock cap."""
-
-    exit_code = 5
-
+    exit_code = 5  # training data was read after the wall-clock cap
 
 class ArtifactError(RunError, ValueError):
-    """An artifact is truncated, damaged or foreign."""
+    exit_code = 6  # an artifact is truncated, damaged or foreign
 
-    exit_code = 6
-
-
-EXIT_CODES = """Exit codes: 0 fine, 1 unexpected error, 2 settings, data or machine, 3 loss not finite, 4 over the size cap,
-5 training data read after the cap, 6 artifact unreadable. (torchrun itself exits 1 and lists its workers' codes.)"""
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Settings
-# ----------------------------------------------------------------------------------------------------------------------
+EXIT_CODES = """Exit codes: 0 fine, 1 unexpected error, 2 settings, data or machine, 3 loss not finite, 4 over the size
+cap, 5 training data read after the cap, 6 artifact unreadable. (torchrun exits 1 and lists its workers' codes.)"""
 
 
-def setting(default: Any, meaning: str) -> Any:
-    return field(default=default, metadata={"help": meaning})
+# ---- Settings --------------------------------------------------------------------------------------------------------
 
+def setting(default: Any, meaning: str, **bounds: float) -> Any:
+    """A field with its help text and bounds: least (allowed itself), above and below (not allowed themselves), most."""
+    return field(default=default, metadata={"help": meaning, "bounds": bounds})
 
 # Read by the published script without any effect; accepted so that its run commands keep working.
 IGNORED_SETTINGS = ("ROPE_TRAIN_SEQ_LEN", "MUON_BETA2")
-
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -112,75 +91,75 @@ class Hyperparameters:
 
     # data and output
     data_dir: str = setting("./data/", "folder with datasets/ and tokenizers/; its spelling decides the data order")
-    vocab_size: int = setting(4096, "tokenizer size; names the dataset folder fineweb10B_sp{V}")
+    vocab_size: int = setting(4096, "tokenizer size; names the dataset folder fineweb10B_sp{V}", above=0, most=65536)
     run_id: str = setting("", "name of the log files (empty: a random one)")
     output_dir: str = setting(".", "where logs/, final_model.pt and final_model.int6.ptz are written")
     eval_only: str = setting("", "path of an artifact to score instead of training")
-    seed: int = setting(1337, "decides the initial weights only, never the data order")
+    seed: int = setting(1337, "decides the initial weights only, never the data order", least=0)
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = setting("auto", "auto: cuda, else mps, else cpu")
     precision: Literal["auto", "bf16", "fp32"] = setting("auto", "activations; auto: bf16 on GPUs that have it")
     attention: Literal["auto", "fa3", "cudnn", "flash", "math"] = setting("auto", "attention kernel; a name forces it")
     compile: Literal["auto", "0", "1"] = setting("auto", "torch.compile; auto: on with CUDA and Triton")
     # length of the run
-    iterations: int = setting(20000, "steps at most")
+    iterations: int = setting(20000, "steps at most", above=0)
     max_wallclock_seconds: float = setting(600.0, "cap on training plus Hessian seconds (0 or less: none)")
-    warmup_steps: int = setting(20, "steps before the clock starts, whose effect is undone")
-    warmdown_frac: float = setting(0.667, "last share of the run in which the rate falls linearly")
-    min_lr: float = setting(0.0, "floor of the rate as a factor of the base rate")
+    warmup_steps: int = setting(20, "steps before the clock starts, whose effect is undone", least=0)
+    warmdown_frac: float = setting(0.667, "last share of the run in which the rate falls linearly", most=1)
+    min_lr: float = setting(0.0, "floor of the rate as a factor of the base rate", least=0)
     # batches
-    train_batch_tokens: int = setting(786_432, "tokens of one optimizer step over all ranks")
-    micro_batch_tokens: int = setting(0, "tokens of one rank's forward (0: a step in max(1, 8 / ranks) parts)")
-    train_seq_len: int = setting(2048, "training context")
-    eval_seq_len: int = setting(2048, "evaluation context")
-    val_batch_tokens: int = setting(524_288, "tokens of one validation batch over all ranks and parts")
+    train_batch_tokens: int = setting(786_432, "tokens of one optimizer step over all ranks", above=0)
+    micro_batch_tokens: int = setting(0, "tokens of one rank's forward (0: a step in max(1, 8 / ranks) parts)", least=0)
+    train_seq_len: int = setting(2048, "training context", above=0)
+    eval_seq_len: int = setting(2048, "evaluation context", above=0)
+    val_batch_tokens: int = setting(524_288, "tokens of one validation batch over all ranks and parts", above=0)
     # evaluation and logs
-    train_log_every: int = setting(500, "steps between log lines (0: never)")
-    val_loss_every: int = setting(4000, "steps between validations (0: only at the end)")
+    train_log_every: int = setting(500, "steps between log lines (0: never)", least=0)
+    val_loss_every: int = setting(4000, "steps between validations (0: only at the end)", least=0)
     sliding_window_enabled: bool = setting(True, "score the artifact with overlapping windows: the official number")
-    eval_stride: int = setting(64, "positions between sliding windows")
+    eval_stride: int = setting(64, "positions between sliding windows", above=0)
     # model
-    num_layers: int = setting(11, "blocks; the first half feeds skips to the second")
-    model_dim: int = setting(512, "width")
-    embedding_dim: int = setting(512, "width of the token table")
-    num_heads: int = setting(8, "query heads")
-    num_kv_heads: int = setting(4, "key and value heads")
-    mlp_mult: float = setting(4.0, "MLP width over model width")
-    xsa_last_n: int = setting(11, "last blocks whose attention output drops its part along the own value")
+    num_layers: int = setting(11, "blocks; the first half feeds skips to the second", above=0)
+    model_dim: int = setting(512, "width", above=0)
+    embedding_dim: int = setting(512, "width of the token table", above=0)
+    num_heads: int = setting(8, "query heads", above=0)
+    num_kv_heads: int = setting(4, "key and value heads", above=0)
+    mlp_mult: float = setting(4.0, "MLP width over model width", above=0)
+    xsa_last_n: int = setting(11, "last blocks whose attention output drops its part along the own value", least=0)
     skip_gates_enabled: bool = setting(True, "learned gates on the skips")
     tie_embeddings: bool = setting(True, "output head = token table")
-    logit_softcap: float = setting(30.0, "logits are cap * tanh(z / cap)")
-    rope_base: float = setting(10000.0, "rotary base at the training length")
-    rope_dims: int = setting(16, "rotated dimensions of a head (0: all)")
+    logit_softcap: float = setting(30.0, "logits are cap * tanh(z / cap)", above=0)
+    rope_base: float = setting(10000.0, "rotary base at the training length", above=0)
+    rope_dims: int = setting(16, "rotated dimensions of a head (0: all)", least=0)
     ln_scale: bool = setting(True, "scale normed inputs of block l by 1 / sqrt(l + 1)")
     ve_enabled: bool = setting(True, "shared value embedding")
-    ve_dim: int = setting(128, "width of the value embedding")
+    ve_dim: int = setting(128, "width of the value embedding", above=0)
     ve_layers: str = setting("9,10", "blocks that add the value embedding")
     qk_gain_init: float = setting(4.0, "initial gain on normed queries")
-    tied_embed_init_std: float = setting(0.005, "initial deviation of the tied token table")
+    tied_embed_init_std: float = setting(0.005, "initial deviation of the tied token table", above=0)
     # optimizers
-    embed_lr: float = setting(0.6, "rate of the tables, untied")
-    head_lr: float = setting(0.008, "rate of the output head, untied")
-    tied_embed_lr: float = setting(0.03, "rate of the tables, tied")
-    matrix_lr: float = setting(0.02, "Muon's rate")
-    scalar_lr: float = setting(0.02, "rate of gains, gates and scales")
-    muon_momentum: float = setting(0.99, "Muon's momentum after its warm-up")
-    muon_backend_steps: int = setting(5, "Newton-Schulz iterations")
-    muon_momentum_warmup_start: float = setting(0.92, "Muon's momentum at step 0")
-    muon_momentum_warmup_steps: int = setting(1500, "steps until Muon's full momentum")
-    beta1: float = setting(0.9, "AdamW")
-    beta2: float = setting(0.95, "AdamW")
-    adam_eps: float = setting(1e-8, "AdamW")
-    grad_clip_norm: float = setting(0.3, "largest 2-norm of the whole gradient (0: no clipping)")
-    adam_wd: float = setting(0.02, "decay of gains, gates and scales")
-    muon_wd: float = setting(0.085, "decay of Muon's matrices: the dial of the artifact's size")
-    embed_wd: float = setting(0.085, "decay of the tables")
-    ema_decay: float = setting(0.997, "average of the weights that is quantised")
+    embed_lr: float = setting(0.6, "rate of the tables, untied", least=0)
+    head_lr: float = setting(0.008, "rate of the output head, untied", least=0)
+    tied_embed_lr: float = setting(0.03, "rate of the tables, tied", least=0)
+    matrix_lr: float = setting(0.02, "Muon's rate", least=0)
+    scalar_lr: float = setting(0.02, "rate of gains, gates and scales", least=0)
+    muon_momentum: float = setting(0.99, "Muon's momentum after its warm-up", least=0, below=1)
+    muon_backend_steps: int = setting(5, "Newton-Schulz iterations", above=0)
+    muon_momentum_warmup_start: float = setting(0.92, "Muon's momentum at step 0", least=0, below=1)
+    muon_momentum_warmup_steps: int = setting(1500, "steps until Muon's full momentum", least=0)
+    beta1: float = setting(0.9, "AdamW", least=0, below=1)
+    beta2: float = setting(0.95, "AdamW", least=0, below=1)
+    adam_eps: float = setting(1e-8, "AdamW", above=0)
+    grad_clip_norm: float = setting(0.3, "largest 2-norm of the whole gradient (0: no clipping)", least=0)
+    adam_wd: float = setting(0.02, "decay of gains, gates and scales", least=0)
+    muon_wd: float = setting(0.085, "decay of Muon's matrices: the dial of the artifact's size", least=0)
+    embed_wd: float = setting(0.085, "decay of the tables", least=0)
+    ema_decay: float = setting(0.997, "average of the weights that is quantised", least=0, below=1)
     # quantisation and artifact
     compressor: Literal["brotli", "lzma"] = setting("brotli", "brotli quality 11 or lzma preset 6")
     gptq_enabled: bool = setting(True, "GPTQ with Hessians from training data; else row search")
-    gptq_calibration_batches: int = setting(64, "micro-batches for the Hessians")
-    gptq_reserve_seconds: float = setting(10.0, "part of the cap kept for the Hessians")
+    gptq_calibration_batches: int = setting(64, "micro-batches for the Hessians", above=0)
+    gptq_reserve_seconds: float = setting(10.0, "part of the cap kept for the Hessians", least=0)
     control_tensor_name_patterns: str = setting(
         "attn_scale,mlp_scale,resid_mix,q_gain,skip_weight,skip_gates,ve_layer_scales,ve_shared.scale",
         "parameters that stay fp32 and out of Muon and int8, by part of name",
@@ -231,10 +210,6 @@ class Hyperparameters:
             raise SetupError("settings:\n" + "\n".join(f"  - {p}" for p in problems))
         return hp
 
-    def as_text(self) -> list[str]:
-        return [f"{item.name}: {format_setting(getattr(self, item.name))}" for item in fields(self)]
-
-
 def parse_setting(raw: str, kind: Any) -> Any:
     """One environment value as bool (0 or 1), int, float, str or one of a Literal's choices."""
     if kind is bool:
@@ -253,10 +228,8 @@ def parse_setting(raw: str, kind: Any) -> Any:
         raise ValueError("must be finite")
     return value
 
-
 def format_setting(value: Any) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
-
 
 def misspelt_settings(environ: Mapping[str, str]) -> list[str]:
     """Variables that are no setting but look like one: a typing error would otherwise train the wrong model."""
@@ -265,66 +238,43 @@ def misspelt_settings(environ: Mapping[str, str]) -> list[str]:
     for name in sorted(set(environ) - set(known)):
         near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.87)
         if near:
-            problems.append(f"{name} is no setting; did you mean {near[0]}? (rename it, or unset it if it is not for us)")
+            problems.append(f"{name} is no setting; did you mean {near[0]}? (rename it, or unset it)")
     return problems
-
 
 def setting_problems(hp: Hyperparameters) -> list[str]:
     """Every broken rule on single settings and between them, as messages with value, rule and remedy."""
+    rules = {"least": (operator.ge, "at least"), "most": (operator.le, "at most"),
+             "above": (operator.gt, "greater than"), "below": (operator.lt, "below")}
     problems = []
-
-    def require(holds: bool, message: str) -> None:
-        if not holds:
-            problems.append(message)
-
-    positive = ("iterations train_batch_tokens train_seq_len eval_seq_len val_batch_tokens eval_stride num_layers model_dim "
-                "embedding_dim num_heads num_kv_heads mlp_mult logit_softcap rope_base muon_backend_steps adam_eps "
-                "gptq_calibration_batches vocab_size tied_embed_init_std ve_dim").split()
-    for name in positive:
-        require(getattr(hp, name) > 0, f"{name.upper()}={getattr(hp, name)} must be greater than 0")
-    not_negative = ("warmup_steps micro_batch_tokens train_log_every val_loss_every rope_dims embed_lr head_lr tied_embed_lr "
-                    "matrix_lr scalar_lr muon_momentum_warmup_steps grad_clip_norm adam_wd muon_wd embed_wd min_lr "
-                    "gptq_reserve_seconds seed").split()
-    for name in not_negative:
-        require(getattr(hp, name) >= 0, f"{name.upper()}={getattr(hp, name)} must be 0 or more")
-    for name in ("ema_decay", "muon_momentum", "muon_momentum_warmup_start", "beta1", "beta2"):
-        require(0 <= getattr(hp, name) < 1, f"{name.upper()}={getattr(hp, name)} must be at least 0 and below 1")
-    if not problems:
-        problems += shape_problems(hp)
-    require(hp.warmdown_frac <= 1, f"WARMDOWN_FRAC={hp.warmdown_frac} must be at most 1")
-    require(hp.vocab_size <= 65536, f"VOCAB_SIZE={hp.vocab_size} must be at most 65536: shards hold 16-bit ids")
-    require(hp.eval_stride <= hp.eval_seq_len,
-            f"EVAL_STRIDE={hp.eval_stride} must be at most EVAL_SEQ_LEN={hp.eval_seq_len}, else tokens go unscored")
-    require(hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0,
-            f"GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds} must be below MAX_WALLCLOCK_SECONDS={hp.max_wallclock_seconds}")
-    require(re.fullmatch(r"[\w.@+-]*", hp.run_id) is not None,
-            f"RUN_ID={hp.run_id!r} must be letters, digits and . _ @ + - only: it names files")
-    return problems
-
-
-def shape_problems(hp: Hyperparameters) -> list[str]:
-    """Rules between the model's sizes."""
-    problems = []
-    if hp.model_dim % hp.num_heads or hp.head_dim % 2:
-        even = [n for n in range(1, hp.model_dim + 1) if hp.model_dim % (2 * n) == 0 and hp.model_dim // n >= 16]
-        problems.append(f"MODEL_DIM={hp.model_dim} must be NUM_HEADS={hp.num_heads} times an even head size; "
-                        f"NUM_HEADS that fit: {even}")
-    if hp.num_heads % hp.num_kv_heads:
-        fit = [n for n in range(1, hp.num_heads + 1) if hp.num_heads % n == 0]
-        problems.append(f"NUM_KV_HEADS={hp.num_kv_heads} must divide NUM_HEADS={hp.num_heads}: one of {fit}")
-    if hp.rope_dims % 2 or hp.rope_dims > hp.head_dim:
-        problems.append(f"ROPE_DIMS={hp.rope_dims} must be even and at most the head size {hp.head_dim}")
-    if not 0 <= hp.xsa_last_n <= hp.num_layers:
-        problems.append(f"XSA_LAST_N={hp.xsa_last_n} must be from 0 to NUM_LAYERS={hp.num_layers}")
-    try:
-        layers = hp.ve_layer_list
-    except ValueError:
-        return problems + [f"VE_LAYERS={hp.ve_layers!r} must be a comma list of block numbers, such as 9,10"]
-    if len(set(layers)) != len(layers) or any(not 0 <= layer < hp.num_layers for layer in layers):
-        problems.append(f"VE_LAYERS={hp.ve_layers!r} must be different block numbers from 0 to {hp.num_layers - 1}; "
-                        "set VE_LAYERS or VE_ENABLED=0")
-    return problems
-
+    for item in fields(hp):
+        for bound, limit in item.metadata["bounds"].items():
+            holds, words = rules[bound]
+            if not holds(getattr(hp, item.name), limit):
+                problems.append(f"{item.name.upper()}={getattr(hp, item.name)} must be {words} {limit}")
+    if problems:
+        return problems  # the rules between settings below need sane numbers
+    layer_list = re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*|", hp.ve_layers) is not None
+    layers = hp.ve_layer_list if layer_list else []
+    divisors = [n for n in range(1, hp.model_dim + 1) if hp.model_dim % (2 * n) == 0 and hp.model_dim // n >= 8]
+    rotated = hp.rope_dims or hp.head_dim
+    checks = [
+        (hp.model_dim % (2 * hp.num_heads) == 0, f"MODEL_DIM={hp.model_dim} must be NUM_HEADS={hp.num_heads} times an "
+         f"even head size; NUM_HEADS that fit: {divisors}"),
+        (hp.num_heads % hp.num_kv_heads == 0, f"NUM_KV_HEADS={hp.num_kv_heads} must divide NUM_HEADS={hp.num_heads}"),
+        (rotated % 2 == 0 and 4 <= rotated <= hp.head_dim,
+         f"ROPE_DIMS={hp.rope_dims} must be 0 or an even number from 4 to the head size {hp.head_dim}"),
+        (hp.xsa_last_n <= hp.num_layers, f"XSA_LAST_N={hp.xsa_last_n} must be at most NUM_LAYERS={hp.num_layers}"),
+        (layer_list and len(set(layers)) == len(layers) and all(n < hp.num_layers for n in layers),
+         f"VE_LAYERS={hp.ve_layers!r} must be different block numbers from 0 to {hp.num_layers - 1}, such as "
+         f"{hp.num_layers - 1}; or set VE_ENABLED=0"),
+        (hp.eval_stride <= hp.eval_seq_len,
+         f"EVAL_STRIDE={hp.eval_stride} must be at most EVAL_SEQ_LEN={hp.eval_seq_len}, else tokens go unscored"),
+        (hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0,
+         f"GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds} must be below MAX_WALLCLOCK_SECONDS={hp.max_wallclock_seconds}"),
+        (re.fullmatch(r"[\w.@+-]*", hp.run_id) is not None,
+         f"RUN_ID={hp.run_id!r} must be letters, digits and . _ @ + - only: it names files"),
+    ]
+    return [message for holds, message in checks if not holds]
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -335,7 +285,6 @@ class BatchPlan:
     draw_windows: int  # windows of one loader draw, over all ranks
     eval_sequences: int  # sequences of one evaluation forward
 
-
 def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
     """Cuts TRAIN_BATCH_TOKENS over ranks and accumulation. Raises SetupError naming sizes that divide."""
     unit = world_size * hp.train_seq_len
@@ -345,21 +294,19 @@ def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
         raise SetupError(f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} must be a multiple of {world_size} ranks x "
                          f"TRAIN_SEQ_LEN={hp.train_seq_len}; use {fits}")
     per_rank = hp.train_batch_tokens // unit
-    micro = hp.micro_batch_tokens / hp.train_seq_len
-    if not hp.micro_batch_tokens:
-        micro = per_rank / (8 / world_size) if world_size < 8 else per_rank
+    default = per_rank / max(1, 8 / world_size)
+    micro = hp.micro_batch_tokens / hp.train_seq_len if hp.micro_batch_tokens else default
     if micro != int(micro) or micro < 1 or per_rank % int(micro):
         fits = [d * hp.train_seq_len for d in range(1, per_rank + 1) if per_rank % d == 0]
         asked = f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens}" if hp.micro_batch_tokens else "the default micro-batch"
-        raise SetupError(f"{asked} does not cut TRAIN_BATCH_TOKENS={hp.train_batch_tokens} evenly over {world_size} ranks "
-                         f"in sequences of {hp.train_seq_len}; set MICRO_BATCH_TOKENS to one of {fits}")
+        raise SetupError(f"{asked} does not cut TRAIN_BATCH_TOKENS={hp.train_batch_tokens} evenly over {world_size} "
+                         f"ranks in sequences of {hp.train_seq_len}; set MICRO_BATCH_TOKENS to one of {fits}")
     accum, micro = per_rank // int(micro), int(micro)
-    return BatchPlan(accum, micro, micro * world_size, max(1, hp.val_batch_tokens // (world_size * accum) // hp.eval_seq_len))
+    eval_sequences = max(1, hp.val_batch_tokens // (world_size * accum) // hp.eval_seq_len)
+    return BatchPlan(accum, micro, micro * world_size, eval_sequences)
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Machine: ranks, device, clock, log
-# ----------------------------------------------------------------------------------------------------------------------
 
+# ---- Machine: ranks, device, clock, log ------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class World:
@@ -408,10 +355,10 @@ class World:
             pieces = flat.split([g.numel() for g in gradients])
             torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients)])
 
-    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
-        if self.size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+    def broadcast_weights(self, model: nn.Module) -> None:
+        """Rank 0's weights everywhere: other nodes' processors may round the initialisation differently."""
+        for tensor in model.state_dict().values() if self.size > 1 else ():
+            dist.broadcast(tensor, src=0)
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's picklable value on every rank, also on nodes that do not see rank 0's disk."""
@@ -421,11 +368,9 @@ class World:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-
 def rank_share(count: int, rank: int, world_size: int) -> range:
     """The part [count * rank // world, count * (rank + 1) // world) of `count` items that belongs to one rank."""
     return range(count * rank // world_size, count * (rank + 1) // world_size)
-
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
     """cuda, else mps (untested by us), else cpu; a name forces one. Raises SetupError when it is not there."""
@@ -435,11 +380,11 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
         raise SetupError(f"DEVICE={name} was asked for, but this PyTorch {torch.__version__} finds none; unset DEVICE")
     if name != "cuda":
         return torch.device(name)
-    if local_rank >= torch.cuda.device_count():
-        raise SetupError(f"LOCAL_RANK={local_rank} needs GPU {local_rank}, but {torch.cuda.device_count()} are visible; "
-                         f"use --nproc_per_node={torch.cuda.device_count()} or check CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise SetupError(f"LOCAL_RANK={local_rank} needs GPU {local_rank}, but {count} are visible; "
+                         f"use --nproc_per_node={count} or check CUDA_VISIBLE_DEVICES")
     return torch.device("cuda", local_rank)
-
 
 def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
     """Activation dtype and the reason for it."""
@@ -451,7 +396,6 @@ def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
         return torch.float32, "WARNING: this GPU has no bf16: fp32 is slower and takes twice the memory"
     return torch.float32, f"{device.type}"
 
-
 def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
     if wanted != "auto":
         return wanted == "1", f"COMPILE={wanted}"
@@ -462,7 +406,6 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
     except ImportError as error:
         return False, f"WARNING: slow eager mode, no Triton ({error})"
     return True, "CUDA and Triton"
-
 
 def join_world(hp: Hyperparameters, environ: Mapping[str, str]) -> World:
     """Reads torchrun's variables, picks the device and joins the process group when there are several ranks."""
@@ -476,11 +419,9 @@ def join_world(hp: Hyperparameters, environ: Mapping[str, str]) -> World:
                                 device_id=device if device.type == "cuda" else None)
     return World(rank, size, device)
 
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
 
 def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     """Peak MiB (allocated, reserved) on the GPU, or of the process on a CPU."""
@@ -489,7 +430,6 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     unit = 1 if platform.system() == "Darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
     return peak, peak
-
 
 class Stopwatch:
     """The training clock: it counts only between start() and stop(), and only it is held against the cap."""
@@ -509,7 +449,6 @@ class Stopwatch:
         self._total, self._since = self.seconds, None
         return self._total
 
-
 class RunLog:
     """Rank 0's log: a text file in the published layout, a .jsonl of records, and the console."""
 
@@ -517,8 +456,8 @@ class RunLog:
         self._text = self._records = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            self._text = open(folder / f"{run_id}.txt", "x", encoding="utf-8", buffering=1)
-            self._records = open(folder / f"{run_id}.jsonl", "x", encoding="utf-8", buffering=1)
+            self._text = (folder / f"{run_id}.txt").open("x", encoding="utf-8", buffering=1)
+            self._records = (folder / f"{run_id}.jsonl").open("x", encoding="utf-8", buffering=1)
 
     def __call__(self, line: str, console: bool = True) -> None:
         if self._text is None:
@@ -532,48 +471,43 @@ class RunLog:
         if self._records is not None:
             self._records.write(json.dumps({"type": kind, **values}) + "\n")
 
-
 def write_file(path: Path, data: bytes) -> None:
     """Writes under a temporary name, syncs and renames: a full disk never leaves half a file under `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as f:
+        with temporary.open("wb") as f:
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Data: tokenizer bytes, shards, validation tokens, coprime-stride loader
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Data: tokenizer bytes, shards, validation tokens, coprime-stride loader -----------------------------------------
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
 SPACE_MARKER = "\u2581"  # SentencePiece's visible space; an escape, since encoding accidents have faked scores
 FETCH_COMMAND = "python data/cached_challenge_fineweb.py --variant sp{}"
 
-
 @dataclass(frozen=True)
 class ByteTables:
-    """UTF-8 bytes each token stands for: `base_bytes` int16, `has_leading_space` and `is_boundary` bool, all (vocab,)."""
+    """UTF-8 bytes of each token: `base_bytes` int16, `has_leading_space` and `is_boundary` bool, all (vocab,)."""
 
     base_bytes: np.ndarray
     has_leading_space: np.ndarray
     is_boundary: np.ndarray
 
     def count(self, tokens: np.ndarray) -> int:
-        """Bytes of tokens[1:], each seen after its predecessor: a piece's space counts unless a boundary comes before."""
+        """Bytes of tokens[1:], each after its predecessor: a piece's space counts unless a boundary comes before."""
         previous, target = tokens[:-1], tokens[1:]
         spaces = self.has_leading_space[target] & ~self.is_boundary[previous]
         return int(self.base_bytes[target].sum(dtype=np.int64) + spaces.sum(dtype=np.int64))
 
-
 def byte_tables(tokenizer: Any) -> ByteTables:
     """Tables of a SentencePiece processor. Raises SetupError when it has no piece for a lone space."""
     if tokenizer.piece_to_id(SPACE_MARKER) == tokenizer.unk_id():
-        raise SetupError("the tokenizer has no piece for a lone space (U+2581), so spaces would be counted as three bytes "
+        raise SetupError("the tokenizer has no piece for a lone space (U+2581), so spaces would count as three bytes "
                          "each and the score would be wrong; train it on text with spaces")
     size = tokenizer.vocab_size()
     tables = ByteTables(np.zeros(size, np.int16), np.zeros(size, bool), np.zeros(size, bool))
@@ -588,38 +522,34 @@ def byte_tables(tokenizer: Any) -> ByteTables:
             tables.base_bytes[i] = len(piece.removeprefix(SPACE_MARKER).encode("utf-8"))
     return tables
 
-
 def load_tokenizer(hp: Hyperparameters) -> Any:
     """The SentencePiece processor of this run. Raises SetupError when missing or of another size."""
     import sentencepiece
 
     path = hp.tokenizer_path
     if not path.is_file():
-        raise SetupError(f"no tokenizer at {path}; fetch it with `{FETCH_COMMAND.format(hp.vocab_size)}` or set DATA_DIR")
+        raise SetupError(f"no tokenizer at {path}; `{FETCH_COMMAND.format(hp.vocab_size)}`, or set DATA_DIR")
     try:
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except RuntimeError as error:
         raise SetupError(f"{path} is no SentencePiece model ({error}); delete it and fetch it again") from None
     if tokenizer.vocab_size() != hp.vocab_size:
-        raise SetupError(f"VOCAB_SIZE={hp.vocab_size}, but {path} has {tokenizer.vocab_size()} pieces; they must be equal")
+        raise SetupError(f"VOCAB_SIZE={hp.vocab_size}, but {path} has {tokenizer.vocab_size()} pieces: set it so")
     return tokenizer
-
 
 def shard_tokens(path: Path) -> int:
     """Token count of a shard, with header and file size checked. Raises SetupError."""
     header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
     if len(header) < SHARD_HEADER_INTS or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
-        raise SetupError(f"{path} is no token shard: its header should begin with {SHARD_MAGIC}, {SHARD_VERSION}; fetch it again")
+        raise SetupError(f"{path} is no token shard: its header must be {SHARD_MAGIC}, {SHARD_VERSION}; fetch it again")
     expected, found = SHARD_HEADER_INTS * 4 + 2 * int(header[2]), path.stat().st_size
     if expected != found:
         raise SetupError(f"{path} announces {header[2]} tokens, so {expected} bytes, but has {found}; fetch it again")
     return int(header[2])
 
-
 def open_shard(path: Path) -> np.ndarray:
     """The tokens of a checked shard as a read-only uint16 memory map."""
     return np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_INTS * 4)
-
 
 def find_shards(hp: Hyperparameters, split: str) -> list[Path]:
     paths = [Path(p) for p in sorted(glob.glob(str(hp.dataset_dir / f"fineweb_{split}_*.bin")))]
@@ -628,12 +558,27 @@ def find_shards(hp: Hyperparameters, split: str) -> list[Path]:
                          f"`{FETCH_COMMAND.format(hp.vocab_size)}` or set DATA_DIR and VOCAB_SIZE")
     return paths
 
-
 def check_token_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
     if len(tokens) and int(tokens.max()) >= vocab_size:
-        raise SetupError(f"{path} holds token {int(tokens.max())}, but VOCAB_SIZE={vocab_size}: shard and tokenizer do not "
-                         "belong together; fetch both for one variant")
+        raise SetupError(f"{path} holds token {int(tokens.max())}, but VOCAB_SIZE={vocab_size}: shard and tokenizer do "
+                         "not belong together; fetch both for one variant")
 
+def check_train_shards(hp: Hyperparameters) -> list[Path]:
+    """Train shards in order, with headers, sizes and the first ids of each checked. Raises SetupError."""
+    paths = find_shards(hp, "train")
+    counts = [shard_tokens(path) for path in paths]
+    for path, count in zip(paths, counts):
+        check_token_ids(open_shard(path)[:65_536] if count else np.zeros(0), hp.vocab_size, path)
+    if sum(counts) < hp.train_batch_tokens + 1:
+        raise SetupError(f"{sum(counts)} train tokens in {hp.dataset_dir} are fewer than one step of TRAIN_BATCH_TOKENS"
+                         f"={hp.train_batch_tokens} plus one; fetch more shards or lower TRAIN_BATCH_TOKENS")
+    return paths
+
+def check_compressor(name: str) -> None:
+    try:
+        __import__(name)
+    except ImportError as error:
+        raise SetupError(f"COMPRESSOR={name}: {error}; pip install {name}, or set COMPRESSOR") from None
 
 @dataclass(frozen=True)
 class ValidationSet:
@@ -641,7 +586,7 @@ class ValidationSet:
 
     tokens: np.ndarray
     target_bytes: int
-    dropped_tokens: int  # tail that does not fill a sequence, as in the published metric
+    note: str  # what the number of bytes stands for
 
     @property
     def targets(self) -> int:
@@ -651,36 +596,34 @@ class ValidationSet:
         """Mean nats per target token -> bits per byte."""
         return mean_loss / math.log(2) * self.targets / self.target_bytes
 
-
 def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
     """All validation shards, joined and cut to whole sequences plus one token."""
     paths = find_shards(hp, "val")
-    counts = [shard_tokens(path) for path in paths]
-    check_manifest(hp, sum(counts))
-    tokens = np.concatenate([open_shard(path) if count else np.zeros(0, np.uint16) for path, count in zip(paths, counts)])
-    check_token_ids(tokens, hp.vocab_size, paths[0].parent)
+    tokens = np.concatenate([open_shard(path) if shard_tokens(path) else np.zeros(0, np.uint16) for path in paths])
+    check_token_ids(tokens, hp.vocab_size, hp.dataset_dir)
+    stats = manifest_stats(hp)
+    if stats.get("tokens_val", len(tokens)) != len(tokens):
+        raise SetupError(f"{hp.dataset_dir} holds {len(tokens)} validation tokens, but manifest.json says "
+                         f"{stats['tokens_val']}: no comparable score; `{FETCH_COMMAND.format(hp.vocab_size)}`")
     used = (len(tokens) - 1) // hp.eval_seq_len * hp.eval_seq_len + 1
     if used < 2:
         raise SetupError(f"{len(tokens)} validation tokens in {hp.dataset_dir} are fewer than one sequence of "
                          f"EVAL_SEQ_LEN={hp.eval_seq_len} plus one; fetch the whole split")
-    return ValidationSet(tokens[:used], tables.count(tokens[:used]), len(tokens) - used)
+    note = f"normalised text; {len(tokens) - used} tail tokens not scored"
+    if "bytes_val_source" in stats:
+        note += f"; the whole split has {stats['bytes_val_source']} source bytes"
+    return ValidationSet(tokens[:used], tables.count(tokens[:used]), note)
 
-
-def check_manifest(hp: Hyperparameters, val_tokens: int) -> None:
-    """Compares the validation split with manifest.json where there is one: a short split gives a false score."""
+def manifest_stats(hp: Hyperparameters) -> dict[str, Any]:
+    """What manifest.json says of this dataset (empty without one): a short validation split gives a false score."""
     path = Path(hp.data_dir) / "manifest.json"
     if not path.is_file():
-        return
+        return {}
     try:
-        datasets = json.loads(path.read_text(encoding="utf-8")).get("datasets", [])
-        stats = next((d["stats"] for d in datasets if d.get("name") == hp.dataset_dir.name), {})
-        expected = int(stats.get("tokens_val", val_tokens))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        datasets = json.loads(path.read_text(encoding="utf-8"))["datasets"]
+        return next((dict(d["stats"]) for d in datasets if d["name"] == hp.dataset_dir.name), {})
+    except (ValueError, KeyError, TypeError) as error:
         raise SetupError(f"{path} is damaged ({error!r}); fetch it again or remove it") from None
-    if expected != val_tokens:
-        raise SetupError(f"{hp.dataset_dir} holds {val_tokens} validation tokens, but {path} says {expected}: scores would "
-                         f"not be comparable; fetch it again with `{FETCH_COMMAND.format(hp.vocab_size)}`")
-
 
 def path_seed(paths: Iterable[str]) -> int:
     """FNV-style 64-bit fold over the bytes of all paths: the data order depends on names alone."""
@@ -689,10 +632,9 @@ def path_seed(paths: Iterable[str]) -> int:
         seed = ((seed ^ byte) * 1099511628211) % 2**64
     return seed
 
-
 @dataclass
 class ShardCursor:
-    """One walk over a shard's blocks: phase + seq_len * ((start + i * stride) mod blocks), stride coprime with blocks."""
+    """A walk over a shard's blocks: phase + seq_len * ((start + i * stride) mod blocks), stride coprime with blocks."""
 
     phase: int
     blocks: int
@@ -717,11 +659,10 @@ class ShardCursor:
         self.taken += 1
         return self.phase + seq_len * block
 
-
 class CoprimeLoader:
     """The recipe's data order: each draw mixes windows of many shards for one micro-batch of all ranks.
 
-    Every rank draws the same windows and takes each `world_size`-th one. A new loader repeats the stream from its start.
+    Every rank draws the same windows and takes each `world_size`-th one. A new loader repeats the stream.
     """
 
     FULL_MIX_DRAWS = 1800  # draws until shards are weighted evenly and mixed widely
@@ -733,8 +674,8 @@ class CoprimeLoader:
         lengths = [shard_tokens(path) for path in paths]
         self.shards = [i for i, n in enumerate(lengths) if (n - 1) // seq_len >= 1]
         if not self.shards:
-            raise SetupError(f"no train shard in {paths[0].parent} holds one sequence of TRAIN_SEQ_LEN={seq_len} plus one "
-                             f"token (the longest has {max(lengths)}); fetch more data or lower TRAIN_SEQ_LEN")
+            raise SetupError(f"no train shard in {paths[0].parent} holds one sequence of TRAIN_SEQ_LEN={seq_len} plus "
+                             f"one token (the longest has {max(lengths)}); fetch more data or lower TRAIN_SEQ_LEN")
         self.paths, self.lengths = paths, lengths
         self.tokens = {i: open_shard(paths[i]) for i in self.shards}
         self.cursors: dict[int, ShardCursor] = {}
@@ -788,7 +729,6 @@ class CoprimeLoader:
             buckets = [bucket for bucket in buckets if bucket]
         return windows
 
-
 class Prefetcher:
     """Reads a loader ahead in a thread. Each batch has its own pinned memory, so none is overwritten in flight."""
 
@@ -808,7 +748,7 @@ class Prefetcher:
                 batch = tuple(torch.from_numpy(part) for part in self.loader.next_batch())
                 self.last_read_seconds = self.clock.seconds
                 item = tuple(part.pin_memory() for part in batch) if self.device.type == "cuda" else batch
-            except Exception as error:  # handed to the consumer, who raises it
+            except Exception as error:  # noqa: BLE001 - handed to the consumer, who raises it
                 item = error
             while not self._stop.is_set():
                 with contextlib.suppress(queue.Full):
@@ -818,7 +758,7 @@ class Prefetcher:
                 return
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets on the device, int64 (sequences, seq_len)."""
+        """Inputs and targets on the device, int64 (sequences, seq_len); waits for the reader when it must."""
         began = time.perf_counter()
         item = self._queue.get()
         self.wait_seconds += time.perf_counter() - began
@@ -831,32 +771,19 @@ class Prefetcher:
         self._stop.set()
         self._thread.join()
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Attention: one entry point, chosen by a probe
-# ----------------------------------------------------------------------------------------------------------------------
 
-AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+# ---- Attention: one entry point, chosen by a probe -------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Attention:
-    """A causal attention kernel, q (B, T, H, D), k and v (B, T, KV, D) -> (B, T, H, D), and why it was chosen."""
-
-    name: str
-    function: AttentionFunction
-    reason: str
-
+AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # causal; q (B, T, H, D), k and v (B, T, KV, D) -> as q
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """PyTorch's kernel, the one that `use_sdpa_backend` left on."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1)).transpose(1, 2)
 
-
 def use_sdpa_backend(name: str) -> None:
     for backend in ("cudnn", "flash", "math", "mem_efficient"):
         getattr(torch.backends.cuda, f"enable_{backend}_sdp")(backend == name)
-
 
 def fa3_attention() -> AttentionFunction:
     """FlashAttention-3's function in our signature. Raises ImportError when the package is not there."""
@@ -868,72 +795,57 @@ def fa3_attention() -> AttentionFunction:
 
     return attend
 
-
-def probe_attention(function: AttentionFunction, hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> None:
-    """A tiny forward and backward against plain math. Raises RuntimeError with the reason when they differ.
-
-    Import success proves nothing: builds exist that import and then fail at the first launch.
-    """
-    shapes = [(2, 96, heads, hp.head_dim) for heads in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)]
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes]
-    out = function(*inputs)
-    gradients = torch.autograd.grad(out.float().sum(), inputs)
-    plain_inputs = [x.detach().float().requires_grad_() for x in inputs]
-    plain = math_attention(*plain_inputs)
-    plain_gradients = torch.autograd.grad(plain.sum(), plain_inputs)
-    for ours, reference in zip((out, *gradients), (plain, *plain_gradients)):
-        error = (ours.float() - reference).norm() / reference.norm()
-        if not error < 2e-2:
-            raise RuntimeError(f"its result is off by {float(error):.1e} (allowed 2e-2)")
-
-
 def math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The definition, written out: what every kernel must equal."""
-    group = q.size(2) // k.size(2)
-    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    k, v = (x.repeat_interleave(q.size(2) // x.size(2), dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.size(-1))
     future = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device).triu(1)
     return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
 
-
 def try_attention(name: str, hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> AttentionFunction:
-    """Prepares and probes one kernel. Raises ImportError or RuntimeError with the reason why it cannot be used."""
-    if name == "cudnn":
-        if device.type != "cuda":
-            raise RuntimeError("needs a CUDA GPU")
-        if torch.cuda.get_device_capability(device) < (9, 0) and hp.attention == "auto":
-            raise RuntimeError("slower than flash before Hopper")
+    """Prepares one kernel and probes a tiny forward and backward. Raises ImportError or RuntimeError with the reason.
+
+    Import success proves nothing: builds exist that import and then fail at the first launch.
+    """
+    if name == "cudnn" and device.type != "cuda":
+        raise RuntimeError("needs a CUDA GPU")
+    if name == "cudnn" and hp.attention == "auto" and torch.cuda.get_device_capability(device) < (9, 0):
+        raise RuntimeError("slower than flash before Hopper")
     function = fa3_attention() if name == "fa3" else sdpa_attention
     if name != "fa3":
         use_sdpa_backend(name)
-    probe_attention(function, hp, device, dtype)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 96, heads, hp.head_dim, generator=generator).to(device, dtype).requires_grad_()
+              for heads in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)]
+    plain_inputs = [x.detach().float().requires_grad_() for x in inputs]
+    results = []
+    for attend, qkv in ((function, inputs), (math_attention, plain_inputs)):
+        out = attend(*qkv)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), qkv)))
+    for ours, plain in zip(*results):
+        error = float((ours.float() - plain).norm() / plain.norm())
+        if not error < 3e-2:  # bf16 rounding is under 1e-2
+            raise RuntimeError(f"its result is off by {error:.1e}")
     return function
 
-
-def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> Attention:
-    """FlashAttention-3, else cuDNN on Hopper or newer, else flash, else math. ATTENTION forces one or fails."""
-    wanted = ["fa3", "cudnn", "flash", "math"] if hp.attention == "auto" else [hp.attention]
+def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> tuple[AttentionFunction, str]:
+    """FlashAttention-3, else cuDNN on Hopper or newer, else flash, else math, and why; ATTENTION forces one."""
     refused = []
-    for name in wanted:
+    for name in ["fa3", "cudnn", "flash", "math"] if hp.attention == "auto" else [hp.attention]:
         try:
             function = try_attention(name, hp, device, dtype)
         except (ImportError, RuntimeError, AttributeError, TypeError) as error:
             refused.append(f"{name}: {str(error).splitlines()[0]}")
             continue
         reason = "; ".join(refused) if hp.attention == "auto" else f"ATTENTION={name}"
-        return Attention(name, function, reason or "first choice")
+        return function, f"{name} ({reason or 'first choice'})"
     raise SetupError(f"ATTENTION={hp.attention} cannot be used here: {'; '.join(refused)}; unset ATTENTION")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Model
-# ----------------------------------------------------------------------------------------------------------------------
-
+# ---- Model -----------------------------------------------------------------------------------------------------------
 
 def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
-
 
 def rope_tables(hp: Hyperparameters, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin, each (length, 1, dims / 2), computed in fp32; the base grows beyond the training length."""
@@ -945,7 +857,6 @@ def rope_tables(hp: Hyperparameters, length: int, device: torch.device, dtype: t
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)[:, None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
-
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotates the first dims of each head as halves (a, b); x (B, T, H, D)."""
     cos, sin = rope
@@ -953,17 +864,14 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
     return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
 
-
 def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     """XSA: drops from each head's output (B, T, H, D) its part along the value (B, T, KV, D) at the same position."""
     direction = F.normalize(v, dim=-1).unsqueeze(3)
     grouped = y.unflatten(2, (v.size(2), -1))
     return (grouped - (grouped * direction).sum(-1, keepdim=True) * direction).flatten(2, 3)
 
-
 def leaky_square(x: Tensor) -> Tensor:
     return F.leaky_relu(x, 0.5).square()
-
 
 class Linear(nn.Linear):
     """Bias-free; the fp32 master weight is cast to the activation's dtype at every use."""
@@ -973,7 +881,6 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
-
 
 class SelfAttention(nn.Module):
     def __init__(self, hp: Hyperparameters, attend: AttentionFunction, use_xsa: bool) -> None:
@@ -997,7 +904,6 @@ class SelfAttention(nn.Module):
             y = remove_own_value(y, v)
         return self.proj(y.flatten(2))
 
-
 class MLP(nn.Module):
     def __init__(self, hp: Hyperparameters) -> None:
         super().__init__()
@@ -1007,7 +913,6 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(leaky_square(self.fc(x)))
-
 
 class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: int, attend: AttentionFunction) -> None:
@@ -1025,7 +930,6 @@ class Block(nn.Module):
         x = x + self.attn_scale.to(x.dtype) * self.attn(rms_norm(x) * self.norm_scale, rope, value)
         return x + self.mlp_scale.to(x.dtype) * self.mlp(rms_norm(x) * self.norm_scale)
 
-
 class ValueEmbedding(nn.Module):
     """One table of token values for several layers: proj(embed[ids]) * scale, (B, T, kv_dim)."""
 
@@ -1040,7 +944,6 @@ class ValueEmbedding(nn.Module):
         value = self.embed(ids)
         value = value if self.proj is None else self.proj(value)
         return value * self.scale.to(value.dtype)
-
 
 class GPT(nn.Module):
     """U-Net transformer: the first half of the blocks feeds gated skips to the second half, last output first."""
@@ -1083,7 +986,7 @@ class GPT(nn.Module):
         return self.hp.logit_softcap * torch.tanh(z / self.hp.logit_softcap)
 
     def forward(self, ids: Tensor, targets: Tensor, first_scored: int = 0, reduction: str = "mean") -> Tensor:
-        """Cross-entropy in fp32 nats of the targets (B, T) from position `first_scored` on: mean, or each (reduction none)."""
+        """fp32 nats of the targets (B, T) from position `first_scored` on: their mean, or each (reduction none)."""
         logits = self.logits(self.hidden(ids)[:, first_scored:]).float().flatten(0, 1)
         targets = targets[:, first_scored:]
         loss = F.cross_entropy(logits, targets.flatten(), reduction=reduction)
@@ -1102,11 +1005,9 @@ class GPT(nn.Module):
             return x + skip
         return torch.lerp(skip, x, torch.sigmoid(self.skip_gates[i].to(x.dtype)))
 
-
 CONSTANT_INITS = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": 1.0, "skip_gates": 0.0, "ve_shared.scale": 0.1,
                   "ve_layer_scales": 1.0}
 ZERO_INITS = ("attn.proj.weight", "mlp.proj.weight", "lm_head.weight")
-
 
 @torch.no_grad()
 def init_weights(model: GPT) -> None:
@@ -1132,10 +1033,8 @@ def init_weights(model: GPT) -> None:
             assert p.ndim == 2, f"no initialisation for parameter {name} of shape {tuple(p.shape)}"
             nn.init.kaiming_uniform_(p, a=math.sqrt(5))  # PyTorch's default for a linear layer
 
-
 def is_control(name: str, hp: Hyperparameters) -> bool:
     return any(pattern in name for pattern in hp.control_patterns)
-
 
 @torch.no_grad()
 def set_precision(model: GPT, dtype: torch.dtype) -> None:
@@ -1148,7 +1047,6 @@ def set_precision(model: GPT, dtype: torch.dtype) -> None:
         if id(p) in linears or p.ndim < 2 or is_control(name, model.hp):
             p.data = p.data.float()
 
-
 def build_model(hp: Hyperparameters, attend: AttentionFunction, device: torch.device, dtype: torch.dtype) -> GPT:
     """A freshly initialised model; the same seed gives the same weights on any device and rank."""
     random.seed(hp.seed)
@@ -1159,12 +1057,10 @@ def build_model(hp: Hyperparameters, attend: AttentionFunction, device: torch.de
     set_precision(model, dtype)
     return model.to(device)
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Optimizers
-# ----------------------------------------------------------------------------------------------------------------------
+
+# ---- Optimizers ------------------------------------------------------------------------------------------------------
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic coefficients, https://kellerjordan.github.io/posts/muon/
-
 
 def newton_schulz(g: Tensor, steps: int) -> Tensor:
     """Approximate orthogonal factor of each matrix of a batch (K, rows, cols), in bf16: singular values go to about 1.
@@ -1181,6 +1077,7 @@ def newton_schulz(g: Tensor, steps: int) -> Tensor:
         x = a * x + (b * gram + (c * gram) @ gram) @ x
     return x.mT if tall else x
 
+Orthogonalizer = Callable[[Tensor, int], Tensor]
 
 class Muon(torch.optim.Optimizer):
     """Momentum, then orthogonalised updates, for 2-D weights (Jordan et al. 2024), decay decoupled.
@@ -1190,7 +1087,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, steps: int, world: World,
-                 orthogonalize: Callable[[Tensor, int], Tensor] = newton_schulz) -> None:
+                 orthogonalize: Orthogonalizer = newton_schulz) -> None:
         by_shape = defaultdict(list)
         for p in params:
             by_shape[p.shape].append(p)
@@ -1230,7 +1127,6 @@ class Muon(torch.optim.Optimizer):
         buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(g)
         return g.add_(buffer, alpha=group["momentum"])
 
-
 def parameter_groups(model: GPT) -> dict[str, list[str]]:
     """Names by optimizer group: embed, muon, scalar, head. Every parameter is in exactly one."""
     groups: dict[str, list[str]] = {"embed": [], "muon": [], "scalar": [], "head": []}
@@ -1246,14 +1142,13 @@ def parameter_groups(model: GPT) -> dict[str, list[str]]:
         elif (in_block and p.ndim == 2) or name in projections:
             groups["muon"].append(name)
         else:
-            raise SetupError(f"parameter {name} belongs to no optimizer group; CONTROL_TENSOR_NAME_PATTERNS must cover it")
+            raise SetupError(f"{name} is in no optimizer group; CONTROL_TENSOR_NAME_PATTERNS must cover it")
     return groups
-
 
 class Optimizers:
     """Muon for matrices, AdamW for tables, scalars and the untied head; all rates follow one factor."""
 
-    def __init__(self, model: GPT, world: World, orthogonalize: Callable[[Tensor, int], Tensor] = newton_schulz) -> None:
+    def __init__(self, model: GPT, world: World, orthogonalize: Orthogonalizer = newton_schulz) -> None:
         hp, named = model.hp, dict(model.named_parameters())
         groups = {key: [named[name] for name in names] for key, names in parameter_groups(model).items()}
         table_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
@@ -1279,20 +1174,17 @@ class Optimizers:
         self.adam.state.clear()
         self.muon.state.clear()
 
-
 def lr_factor(progress: float, warmdown_frac: float, min_lr: float) -> float:
     """1, then over the last `warmdown_frac` of the run linearly down to 0, never under `min_lr`."""
     if warmdown_frac <= 0 or progress < 1 - warmdown_frac:
         return 1.0
     return max((1 - progress) / warmdown_frac, min_lr)
 
-
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
     if hp.muon_momentum_warmup_steps == 0:
         return hp.muon_momentum
     share = min(step / hp.muon_momentum_warmup_steps, 1.0)
     return (1 - share) * hp.muon_momentum_warmup_start + share * hp.muon_momentum
-
 
 class EMA:
     """fp32 average of the weights from their start on, no bias correction: shadow = d * shadow + (1 - d) * weights."""
@@ -1311,10 +1203,7 @@ class EMA:
         torch._foreach_copy_(self.weights, self.shadow)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Evaluation
-# ----------------------------------------------------------------------------------------------------------------------
-
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Score:
@@ -1322,40 +1211,20 @@ class Score:
     val_bpb: float
     seconds: float
 
-    def as_text(self) -> str:
-        return f"val_loss:{self.val_loss:.8f} val_bpb:{self.val_bpb:.8f} eval_time:{1000 * self.seconds:.0f}ms"
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Stretches of the validation tokens: window i scores its targets [first[i], end[i]), counted from start[i]."""
-
-    start: np.ndarray
-    first: np.ndarray
-    end: np.ndarray
-
-    def take(self, which: Any) -> Windows:
-        return Windows(self.start[which], self.first[which], self.end[which])
-
-    def padded(self, count: int) -> Windows:
-        """Repeats the last window without scoring it, so that every batch has one shape and nothing recompiles."""
-        extra = (0, count - len(self.start))
-        start, end = np.pad(self.start, extra, "edge"), np.pad(self.end, extra, "edge")
-        return Windows(start, np.concatenate([self.first, end[len(self.first):]]), end)
-
-
-def sequence_windows(targets: int, seq_len: int) -> Windows:
-    """Whole sequences side by side."""
+def sequence_windows(targets: int, seq_len: int) -> np.ndarray:
+    """Whole sequences side by side, as rows (start, first, end): targets [first, end) count, from `start` on."""
     start = np.arange(0, targets - seq_len + 1, seq_len)
-    return Windows(start, np.zeros_like(start), np.full_like(start, seq_len))
+    return np.stack([start, np.zeros_like(start), np.full_like(start, seq_len)], axis=1)
 
-
-def sliding_windows(targets: int, seq_len: int, stride: int) -> Windows:
-    """Windows each `stride`; the first scores all, a later one what the earlier ones left; each target once."""
+def sliding_windows(targets: int, seq_len: int, stride: int) -> np.ndarray:
+    """A window each `stride`; the first scores all, a later one what the earlier ones left; each target once."""
     start = np.arange(0, max(targets - seq_len + stride, 1), stride)
-    first = np.where(start == 0, 0, seq_len - stride)
-    return Windows(start, first, np.minimum(seq_len, targets - start))
+    return np.stack([start, np.where(start == 0, 0, seq_len - stride), np.minimum(seq_len, targets - start)], axis=1)
 
+def pad_windows(windows: np.ndarray, count: int) -> np.ndarray:
+    """Repeats the last window, scoring nothing of it, so that every batch has one shape and nothing recompiles."""
+    start, _, end = windows[-1]
+    return np.concatenate([windows, np.tile([[start, end, end]], (count - len(windows), 1))])
 
 class Evaluator:
     """Scores the validation set with the weights that the model has at the moment."""
@@ -1365,6 +1234,7 @@ class Evaluator:
     def __init__(self, hp: Hyperparameters, plan: BatchPlan, world: World, val: ValidationSet,
                  loss_function: Callable[..., Tensor]) -> None:
         self.hp, self.plan, self.world, self.val, self.loss_function = hp, plan, world, val, loss_function
+        self.sum_dtype = torch.float32 if world.device.type == "mps" else torch.float64  # mps has no fp64
         self._tokens = torch.from_numpy(val.tokens.astype(np.int32)).to(world.device)
 
     def full(self) -> Score:
@@ -1376,53 +1246,48 @@ class Evaluator:
         return self._score(windows, self.SLIDING_BATCH, "sliding evaluation")
 
     @torch.no_grad()
-    def _score(self, windows: Windows, batch: int, title: str) -> Score:
+    def _score(self, windows: np.ndarray, batch: int, title: str) -> Score:
         synchronize(self.world.device)
         began = time.perf_counter()
-        mine = windows.take(np.array(rank_share(len(windows.start), self.world.rank, self.world.size), dtype=np.int64))
-        nats = torch.zeros(2, dtype=torch.float32 if self.world.device.type == "mps" else torch.float64,
-                           device=self.world.device)  # sum of losses, number of scored targets
-        # Windows that score alike form batches of one shape: logits are computed only from `first` on.
-        with tqdm(total=len(mine.start), desc=title, disable=None if self.world.is_main else True, leave=False) as bar:
-            for first in np.unique(mine.first):
-                alike = mine.take(mine.first == first)
-                for at in range(0, len(alike.start), batch):
-                    part = alike.take(slice(at, at + batch))
-                    nats += self._batch_nats(part.padded(min(batch, len(alike.start))), int(first))
-                    bar.update(len(part.start))
-        loss_sum, scored = self.world.sum(nats).tolist()
+        share = rank_share(len(windows), self.world.rank, self.world.size)
+        windows = windows[share.start:share.stop]
+        sums = torch.zeros(2, dtype=self.sum_dtype, device=self.world.device)  # losses, number of scored targets
+        with tqdm(total=len(windows), desc=title, disable=None if self.world.is_main else True, leave=False) as bar:
+            for first in np.unique(windows[:, 1]):  # alike windows form batches: logits start at `first`
+                alike = windows[windows[:, 1] == first]
+                for at in range(0, len(alike), batch):
+                    part = pad_windows(alike[at:at + batch], min(batch, len(alike)))
+                    sums += self._batch_sums(torch.from_numpy(part).to(self.world.device), int(first))
+                    bar.update(len(alike[at:at + batch]))
+        loss_sum, scored = self.world.sum(sums).tolist()
         assert scored == self.val.targets, f"{title} scored {scored:.0f} targets instead of {self.val.targets}"
         loss = loss_sum / scored
         return Score(loss, self.val.bits_per_byte(loss), time.perf_counter() - began)
 
-    def _batch_nats(self, windows: Windows, first: int) -> Tensor:
-        """(2,) sum of the scored losses and their number, for windows that start scoring at `first` or not at all."""
-        device, length = self.world.device, self.hp.eval_seq_len
-        start, begin, end = (torch.from_numpy(x).to(device)[:, None] for x in (windows.start, windows.first, windows.end))
-        positions = (start + torch.arange(length + 1, device=device)).clamp_max(self.val.targets)
+    def _batch_sums(self, windows: Tensor, first: int) -> Tensor:
+        """(2,) scored losses and their number of windows (B, 3) that start scoring at `first` or not at all."""
+        start, begin, end = windows.T[:, :, None]
+        length = self.hp.eval_seq_len
+        positions = (start + torch.arange(length + 1, device=windows.device)).clamp_max(self.val.targets)
         tokens = self._tokens[positions].long()
         losses = self.loss_function(tokens[:, :-1], tokens[:, 1:], first, "none")
-        column = torch.arange(first, length, device=device)
+        column = torch.arange(first, length, device=windows.device)
         scored = (column >= begin) & (column < end)
-        return torch.stack([torch.where(scored, losses, 0).to(torch.float64 if device.type != "mps" else losses.dtype).sum(),
-                            scored.sum()])
+        return torch.stack([torch.where(scored, losses, 0).to(self.sum_dtype).sum(), scored.sum()])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Training
-# ----------------------------------------------------------------------------------------------------------------------
-
+# ---- Training --------------------------------------------------------------------------------------------------------
 
 class Trainer:
     """The loop: warm-up whose effect is undone, then steps until the cap or the last iteration."""
 
-    def __init__(self, model: GPT, plan: BatchPlan, world: World, train_paths: list[Path], evaluator: Evaluator, log: RunLog,
-                 loss_function: Callable[..., Tensor], orthogonalize: Callable[[Tensor, int], Tensor]) -> None:
-        self.model, self.hp, self.plan, self.world = model, model.hp, plan, world
-        self.train_paths, self.evaluator, self.log, self.loss_function = train_paths, evaluator, log, loss_function
+    def __init__(self, model: GPT, evaluator: Evaluator, train_paths: list[Path], log: RunLog,
+                 orthogonalize: Orthogonalizer) -> None:
+        self.model, self.hp, self.train_paths, self.evaluator, self.log = model, model.hp, train_paths, evaluator, log
+        self.plan, self.world, self.loss_function = evaluator.plan, evaluator.world, evaluator.loss_function
         self.clock, self.steps_done, self.last_read_seconds = Stopwatch(), 0, 0.0
         self.parameters = list(model.parameters())
-        self.optimizers = Optimizers(model, world, orthogonalize)
+        self.optimizers = Optimizers(model, self.world, orthogonalize)
 
     def open_data(self) -> Prefetcher:
         """A new reader at the beginning of the training stream."""
@@ -1430,9 +1295,18 @@ class Trainer:
                                self.world.size, self.hp.vocab_size)
         return Prefetcher(loader, self.world.device, self.clock)
 
-    def close_data(self, data: Prefetcher) -> None:
-        data.close()
-        self.last_read_seconds = max(self.last_read_seconds, data.last_read_seconds)
+    @contextlib.contextmanager
+    def on_the_clock(self) -> Iterator[Prefetcher]:
+        """A new reader while the clock runs; notes when it last read."""
+        synchronize(self.world.device)
+        self.clock.start()
+        data = self.open_data()
+        try:
+            yield data
+        finally:
+            data.close()
+            self.clock.stop()
+            self.last_read_seconds = data.last_read_seconds
 
     def step(self, data: Prefetcher, step: int, factor: float) -> Tensor:
         """One optimizer step; returns the mean loss over this rank's micro-batches, on the device."""
@@ -1468,36 +1342,29 @@ class Trainer:
 
     def fit(self) -> EMA:
         """Trains; returns the averaged weights. The clock holds everything but validation."""
-        hp, cap = self.hp, self.hp.train_cap_seconds
+        hp, cap, seconds = self.hp, self.hp.train_cap_seconds, 0.0
         ema = EMA(self.model, hp.ema_decay)
-        self._validate(0)
-        synchronize(self.world.device)
-        self.clock.start()
-        data, seconds = self.open_data(), 0.0
-        try:
-            with tqdm(total=hp.iterations, desc="training", leave=False, disable=None if self.world.is_main else True) as bar:
-                for step in range(hp.iterations):
-                    progress = seconds / cap if cap else step / hp.iterations
-                    factor = lr_factor(progress, hp.warmdown_frac, hp.min_lr)
-                    loss = self.step(data, step, factor)
-                    ema.update()
-                    seconds, mean_loss = self._close_step(loss, step + 1)
-                    self._log_step(mean_loss, seconds, factor, data)
-                    bar.update()
-                    if cap and seconds >= cap:
-                        break
-                    if hp.val_loss_every and self.steps_done % hp.val_loss_every == 0 and self.steps_done < hp.iterations:
-                        self.clock.stop()
-                        self._validate(self.steps_done)
-                        self.clock.start()
-        finally:
-            self.close_data(data)
-            self.clock.stop()
+        log_validation(self.log, hp, 0, self.evaluator.full())
+        bar = tqdm(total=hp.iterations, desc="training", leave=False, disable=None if self.world.is_main else True)
+        with bar, self.on_the_clock() as data:
+            for step in range(hp.iterations):
+                factor = lr_factor(seconds / cap if cap else step / hp.iterations, hp.warmdown_frac, hp.min_lr)
+                loss = self.step(data, step, factor)
+                ema.update()
+                seconds, mean_loss = self._close_step(loss, step + 1)
+                self._log_step(mean_loss, seconds, factor, data)
+                bar.update()
+                if cap and seconds >= cap:
+                    break
+                if hp.val_loss_every and self.steps_done % hp.val_loss_every == 0 and self.steps_done < hp.iterations:
+                    self.clock.stop()
+                    log_validation(self.log, hp, self.steps_done, self.evaluator.full())
+                    self.clock.start()
         self._report_end(seconds, data)
         return ema
 
     def _close_step(self, loss: Tensor, steps_done: int) -> tuple[float, float]:
-        """Waits for the step; (seconds, loss): the slowest rank's clock and the mean over ranks, equal on every rank."""
+        """Waits for the step; the slowest rank's seconds and the mean loss over ranks, equal on every rank."""
         value = float(loss)
         self.steps_done = steps_done
         rows = self.world.gather([self.clock.seconds, value])
@@ -1506,10 +1373,6 @@ class Trainer:
             raise DivergedError(f"loss not finite at step {steps_done} on ranks {broken}: all ranks stop; "
                                 "lower MATRIX_LR, TIED_EMBED_LR or SCALAR_LR, or set GRAD_CLIP_NORM")
         return max(row[0] for row in rows), sum(row[1] for row in rows) / len(rows)
-
-    def _validate(self, step: int) -> None:
-        score = self.evaluator.full()
-        log_validation(self.log, self.hp, step, score)
 
     def _log_step(self, loss: float, seconds: float, factor: float, data: Prefetcher) -> None:
         step, every = self.steps_done, self.hp.train_log_every
@@ -1534,22 +1397,19 @@ class Trainer:
             self.log(f"WARNING: {step} steps are few for EMA_DECAY={hp.ema_decay}: the averaged weights still hold "
                      f"{hp.ema_decay ** step:.0%} of the initial ones; lower EMA_DECAY for short runs")
 
-
 def log_validation(log: RunLog, hp: Hyperparameters, step: int, score: Score) -> None:
     log(f"{step}/{hp.iterations} val_loss: {score.val_loss:.4f} val_bpb: {score.val_bpb:.4f}")
     log.record("validation", step=step, val_loss=score.val_loss, val_bpb=score.val_bpb, eval_seconds=score.seconds)
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Quantisation
-# ----------------------------------------------------------------------------------------------------------------------
+
+# ---- Quantisation ----------------------------------------------------------------------------------------------------
 
 INT6_MAX, INT8_MAX = 31, 127
 INT6_CLIP_QUANTILES = (0.9990, 0.9995, 0.9999, 0.99999, 1.0)
 INT8_CLIP_QUANTILE = 0.9999984
 PASSTHROUGH_MAX_ELEMENTS = 65_536  # smaller tensors stay fp16: their share of the artifact is under 1 %
 GPTQ_BLOCK = 128
-GPTQ_DAMPING = (0.01, 0.1, 1.0)  # times the mean diagonal; the later ones only when a Hessian will not factor
-
+GPTQ_DAMPING = 0.01  # times the mean diagonal
 
 def storage_class(name: str, tensor: Tensor, hp: Hyperparameters) -> str:
     """How a tensor is stored: passthrough (fp16 or integers), passthrough_ctrl (fp32), int6 or int8."""
@@ -1559,13 +1419,11 @@ def storage_class(name: str, tensor: Tensor, hp: Hyperparameters) -> str:
         return "passthrough_ctrl"
     return "int6" if ".attn." in name or ".mlp." in name or name == "ve_shared.proj.weight" else "int8"
 
-
 def int6_row_scales(weight: Tensor) -> Tensor:
     """Candidate scales of (R, C), one set of R per clip quantile, fp32 values representable in fp16: (5, R)."""
     quantiles = torch.tensor(INT6_CLIP_QUANTILES, dtype=torch.float32, device=weight.device)
     clip = torch.quantile(weight.float().abs(), quantiles, dim=1)
     return (clip / INT6_MAX).clamp_min(1 / INT6_MAX).half().float()
-
 
 def best_candidate(weight: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Of codes (5, R, C) with scales (5, R), the first with the least mean squared error: int8 (R, C), fp16 (R)."""
@@ -1573,13 +1431,11 @@ def best_candidate(weight: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tenso
     best = int(errors.argmin())
     return codes[best].to(torch.int8), scales[best].half()
 
-
 def quantize_int6_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Row search without a Hessian: (R, C) -> codes int8 in +-31 and scales fp16 (R)."""
     weight, scales = weight.float(), int6_row_scales(weight)
     codes = (weight / scales[..., None]).round().clamp(-INT6_MAX, INT6_MAX)
     return best_candidate(weight, codes, scales)
-
 
 def quantize_int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(R, C) -> codes int8 in +-127 and scales fp16 (R). Each row is clipped at a quantile; the fp32 scale rounds."""
@@ -1589,7 +1445,6 @@ def quantize_int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     codes = (weight.clamp(-clip, clip) / scale).round().clamp(-INT8_MAX, INT8_MAX)
     return codes.to(torch.int8), scale.squeeze(1).half()
 
-
 @dataclass(frozen=True)
 class HessianFactor:
     """Upper Cholesky factor (C, C) of the damped inverse Hessian, columns in `order`; `dead` (C) bool have no input."""
@@ -1597,28 +1452,20 @@ class HessianFactor:
     upper: Tensor
     order: Tensor
     dead: Tensor
-    damping: float
-
 
 def factor_hessian(hessian: Tensor) -> HessianFactor | None:
-    """Factor of a (C, C) fp32 Hessian, with more damping when needed; None when it is not positive definite at all."""
+    """Factor of a (C, C) fp32 Hessian, damped; None when it is not positive definite."""
     hessian = hessian.float().clone()
     diagonal = hessian.diagonal()
     dead = diagonal == 0
     diagonal[dead] = 1.0
-    mean = diagonal.mean()
-    for damping in GPTQ_DAMPING:
-        damped = hessian.clone()
-        damped.diagonal().add_(damping * mean)
-        order = damped.diagonal().argsort(descending=True)
-        lower, info = torch.linalg.cholesky_ex(damped[order][:, order])
-        if int(info) or not bool(lower.isfinite().all()):
-            continue
-        upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        if not int(info) and bool(upper.isfinite().all()):
-            return HessianFactor(upper, order, dead, damping)
-    return None
-
+    diagonal.add_(GPTQ_DAMPING * diagonal.mean())
+    order = diagonal.argsort(descending=True)
+    lower, failed = torch.linalg.cholesky_ex(hessian[order][:, order])
+    if int(failed) or not bool(lower.isfinite().all()):
+        return None
+    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    return None if int(failed) or not bool(upper.isfinite().all()) else HessianFactor(upper, order, dead)
 
 def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor) -> Tensor:
     """Rounds (K, N, C) column by column, each error spread over later columns (GPTQ, Frantar et al. 2023).
@@ -1640,10 +1487,9 @@ def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor) -> Tensor:
         weight[:, :, end:] -= errors @ upper[:, start:end, end:]
     return codes
 
-
 def quantize_int6_gptq(weights: list[Tensor], factors: list[HessianFactor]) -> list[tuple[Tensor, Tensor]]:
-    """GPTQ of matrices of one shape (R, C) at once, the five clip candidates as further rows: 22 x 5 x 512 at full size."""
-    candidates = torch.stack([int6_row_scales(w) for w in weights])  # clips come from the whole weight, dead columns too
+    """GPTQ of all matrices of one shape (R, C) at once, the five clip candidates as further rows."""
+    candidates = torch.stack([int6_row_scales(w) for w in weights])  # from the whole weight, dead columns too
     ordered = torch.stack([w.float().masked_fill(f.dead, 0.0)[:, f.order] for w, f in zip(weights, factors)])
     count, clips = len(weights), candidates.size(1)
     codes = gptq_codes(ordered.repeat(1, clips, 1), candidates.flatten(1), torch.stack([f.upper for f in factors]))
@@ -1655,9 +1501,8 @@ def quantize_int6_gptq(weights: list[Tensor], factors: list[HessianFactor]) -> l
         results.append(best_candidate(weights[k].float(), restored, candidates[k]))
     return results
 
-
 @contextlib.contextmanager
-def full_fp32() -> Iterable[None]:
+def full_fp32() -> Iterator[None]:
     """TF32 off: GPTQ's error feedback needs all 24 bits."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -1666,43 +1511,36 @@ def full_fp32() -> Iterable[None]:
     finally:
         torch.set_float32_matmul_precision(before)
 
-
 @dataclass
 class Quantized:
-    """`tensors` and `meta` of an artifact, and which matrices GPTQ did, did with more damping, or could not do."""
+    """`tensors` and `meta` of an artifact; which matrices GPTQ did, and which had a Hessian that it could not use."""
 
     tensors: dict[str, Tensor]
     meta: dict[str, Any]
     gptq: list[str]
-    damped: list[str]
     fallback: list[str]
 
-
-def quantize_matrices(matrices: dict[str, Tensor], hessians: dict[str, Tensor]) -> tuple[dict, dict[str, float]]:
-    """int6 codes and scales by name, and the damping of each matrix that GPTQ did; the others are row-searched."""
-    factors = {name: factor for name in matrices if name in hessians
-               if (factor := factor_hessian(hessians[name])) is not None}
+def quantize_matrices(matrices: dict[str, Tensor], hessians: dict[str, Tensor]) -> tuple[dict[str, Any], list[str]]:
+    """int6 codes and scales by name, and the names that GPTQ did; the others are row-searched."""
+    factors = {n: f for n in matrices if n in hessians and (f := factor_hessian(hessians[n])) is not None}
+    results = {name: quantize_int6_rows(w) for name, w in matrices.items() if name not in factors}
     by_shape = defaultdict(list)
     for name in factors:
         by_shape[matrices[name].shape].append(name)
-    results = {name: quantize_int6_rows(w) for name, w in matrices.items() if name not in factors}
     for names in by_shape.values():
-        done = quantize_int6_gptq([matrices[n] for n in names], [factors[n] for n in names])
-        results.update(zip(names, done))
-    return results, {name: factor.damping for name, factor in factors.items()}
-
+        results.update(zip(names, quantize_int6_gptq([matrices[n] for n in names], [factors[n] for n in names])))
+    return results, list(factors)
 
 @torch.no_grad()
 def quantize_state(state: Mapping[str, Tensor], hessians: dict[str, Tensor], hp: Hyperparameters) -> Quantized:
     """Every tensor of a state dict in its storage class, in state-dict order; results are on the CPU."""
     classes = {name: storage_class(name, t, hp) for name, t in state.items()}
     with full_fp32():
-        int6, damping = quantize_matrices({n: state[n] for n, kind in classes.items() if kind == "int6"}, hessians)
+        int6, gptq = quantize_matrices({n: state[n] for n, kind in classes.items() if kind == "int6"}, hessians)
     tensors: dict[str, Tensor] = {}
     meta: dict[str, Any] = {}
     for name, tensor in state.items():
-        kind = classes[name]
-        meta[name] = kind
+        kind = meta[name] = classes[name]
         if kind == "passthrough":
             tensors[name] = (tensor.half() if tensor.is_floating_point() else tensor).cpu()
         elif kind == "passthrough_ctrl":
@@ -1710,11 +1548,9 @@ def quantize_state(state: Mapping[str, Tensor], hessians: dict[str, Tensor], hp:
         else:
             codes, scale = int6[name] if kind == "int6" else quantize_int8_rows(tensor)
             tensors[f"{name}.q"], tensors[f"{name}.scale"] = codes.cpu().contiguous(), scale.cpu().contiguous()
-            method = {"method": "gptq" if name in damping else "clip_search"} if kind == "int6" and hp.gptq_enabled else {}
+            method = {"method": "gptq" if name in gptq else "clip_search"} if kind == "int6" and hp.gptq_enabled else {}
             meta[name] = {"type": kind, **method}
-    damped = [name for name, value in damping.items() if value != GPTQ_DAMPING[0]]
-    return Quantized(tensors, meta, list(damping), damped, [name for name in hessians if name not in damping])
-
+    return Quantized(tensors, meta, gptq, [name for name in hessians if name not in gptq])
 
 class HessianCollector:
     """Sums X^T X of the inputs of every linear that GPTQ will do; c_q, c_k and c_v share one input, so one sum."""
@@ -1751,7 +1587,6 @@ class HessianCollector:
             total.div_(batches)
         return {weight: self.sums[source] for weight, source in self.shared.items()}
 
-
 @torch.no_grad()
 def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog) -> dict[str, Tensor]:
     """Hessians of the uncompiled model over the first calibration batches of a new stream, inside the cap.
@@ -1776,20 +1611,16 @@ def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog
     return hessians
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Artifact
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Artifact --------------------------------------------------------------------------------------------------------
 
 SHUFFLE_MAGIC, SHUFFLE_STRIDE = b"BSHF", 2
 XZ_MAGIC = b"\xfd7zXZ\x00"
-
 
 def byte_shuffle(data: bytes) -> bytes:
     """Magic, stride, then bytes 0, 2, 4, ..., then 1, 3, 5, ...: fp16 high bytes compress better side by side."""
     if len(data) < SHUFFLE_STRIDE:
         return data
     return SHUFFLE_MAGIC + bytes([SHUFFLE_STRIDE]) + b"".join(data[i::SHUFFLE_STRIDE] for i in range(SHUFFLE_STRIDE))
-
 
 def byte_unshuffle(data: bytes) -> bytes:
     """Inverse of `byte_shuffle`; data without its magic comes back as it is. Raises ArtifactError on a stride of 0."""
@@ -1805,14 +1636,12 @@ def byte_unshuffle(data: bytes) -> bytes:
         at += count
     return bytes(out)
 
-
 def compress(data: bytes, compressor: str) -> bytes:
     if compressor == "lzma":
         return lzma.compress(data, preset=6)
     import brotli
 
     return brotli.compress(data, quality=11)
-
 
 def decompress(data: bytes) -> bytes:
     """Inverse of `compress`; the format is read from the data. Raises ArtifactError."""
@@ -1824,15 +1653,13 @@ def decompress(data: bytes) -> bytes:
         return brotli.decompress(data)
     except ImportError:
         raise SetupError("this artifact needs brotli: pip install brotli") from None
-    except Exception as error:  # brotli.error is no fixed class over versions
+    except Exception as error:  # noqa: BLE001 - brotli.error is no fixed class over versions
         raise ArtifactError(f"it is neither brotli nor xz, or damaged ({type(error).__name__}: {error})") from None
-
 
 def pack_artifact(quantized: Quantized, compressor: str) -> bytes:
     buffer = io.BytesIO()
     torch.save({"w": quantized.tensors, "m": quantized.meta}, buffer)
     return compress(byte_shuffle(buffer.getvalue()), compressor)
-
 
 def unpack_artifact(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and meta of an artifact; only tensors and plain containers are loaded. Raises ArtifactError."""
@@ -1842,14 +1669,13 @@ def unpack_artifact(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, meta = content["w"], content["m"]
         if not all(isinstance(t, Tensor) for t in tensors.values()) or not isinstance(meta, dict):
             raise TypeError("w must hold tensors and m a dictionary")
-    except Exception as error:  # a damaged zip or pickle fails in many ways; all mean the same to the user
+    except Exception as error:  # noqa: BLE001 - a damaged zip or pickle fails in many ways, which mean the same
         message = str(error).splitlines()[0] if str(error) else ""
         raise ArtifactError(f"its content is no torch.save of w and m ({type(error).__name__}: {message})") from None
     return tensors, meta
 
-
 def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights with the names, shapes and dtypes of `like`. Raises ArtifactError when they do not belong to this model."""
+    """Weights with the names, shapes and dtypes of `like`. Raises ArtifactError when they belong to another model."""
     missing, foreign = sorted(set(like) - set(meta)), sorted(set(meta) - set(like))
     if missing or foreign:
         raise ArtifactError(f"it belongs to another model: missing {missing[:3]}, unknown {foreign[:3]}; "
@@ -1874,227 +1700,194 @@ def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[s
         state[name] = value.to(target.dtype)
     return state
 
-
 @torch.no_grad()
 def load_weights(model: GPT, state: Mapping[str, Tensor]) -> None:
     """Copies a full state dict into the model's own tensors, so that compiled code stays valid."""
     for name, tensor in model.state_dict().items():
         tensor.copy_(state[name])
 
-
 def estimate_artifact_bytes(model: GPT) -> int:
     """Rough size before training, from the bytes per weight of published runs of this recipe (0.42 int6, 0.88 int8)."""
     per_weight = {"int6": 0.42, "int8": 0.88, "passthrough": 1.8, "passthrough_ctrl": 3.6}
     return int(sum(t.numel() * per_weight[storage_class(n, t, model.hp)] for n, t in model.state_dict().items()))
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Run: from settings to a scored artifact
-# ----------------------------------------------------------------------------------------------------------------------
 
+# ---- Run: from settings to a scored artifact -------------------------------------------------------------------------
+
+SUMMARY_FORMATS = {
+    "val_bpb": ".8f", "val_loss": ".8f", "pre_quant_val_bpb": ".8f", "int6_val_bpb": ".8f", "train_seconds": ".1f",
+    "hessian_seconds": ".1f", "train_data_last_read_seconds": ".1f", "eval_seconds": ".1f", "total_seconds": ".1f",
+    "steps": "d", "tokens": "d", "tokens_per_second": ".0f", "peak_memory_mib": "d", "code_bytes": "d",
+    "model_bytes": "d", "total_bytes": "d", "headroom_bytes": "d", "parameters": "d"}
 
 class Run:
     """One run on one rank: checks first, then train, write, re-read and score, then the summary."""
 
     def __init__(self, hp: Hyperparameters, environ: Mapping[str, str]) -> None:
-        self.began = time.perf_counter()
-        self.hp, self.source = hp, Path(__file__).read_bytes()
+        self.began, self.hp, self.source = time.perf_counter(), hp, Path(__file__).read_bytes()
         self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
         self.output = Path(hp.output_dir)
-        self.ignored = [name for name in IGNORED_SETTINGS if name in environ]
+        check_compressor(hp.compressor)
         self.val = load_validation(hp, byte_tables(load_tokenizer(hp)))
-        self.train_paths = [] if hp.eval_only else find_shards(hp, "train")
-        self.check_inputs()
+        self.train_paths = [] if hp.eval_only else check_train_shards(hp)
+        if hp.eval_only and not Path(hp.eval_only).is_file():
+            raise SetupError(f"EVAL_ONLY={hp.eval_only}: no such file")
         self.world = join_world(hp, environ)
-        self.check_output()
         torch.set_float32_matmul_precision("high")  # TF32 for fp32 products
-        dtype, self.dtype_reason = choose_dtype(hp.precision, self.world.device)
-        self.compiled, self.compile_reason = choose_compile(hp.compile, self.world.device)
-        self.attention = choose_attention(hp, self.world.device, dtype)
-        self.model = build_model(hp, self.attention.function, self.world.device, dtype)
-        self.world.broadcast_tensors(self.model.state_dict().values())
-        optimized = torch.compile(self.model, dynamic=False, fullgraph=True) if self.compiled else self.model
-        self.loss_function: Callable[..., Tensor] = optimized
+        dtype, dtype_reason = choose_dtype(hp.precision, self.world.device)
+        self.compiled, compile_reason = choose_compile(hp.compile, self.world.device)
+        attend, attention = choose_attention(hp, self.world.device, dtype)
+        self.model = build_model(hp, attend, self.world.device, dtype)
+        self.world.broadcast_weights(self.model)
+        self.loss_function: Callable[..., Tensor] = self.compile(self.model)
         self.evaluator = Evaluator(hp, self.plan, self.world, self.val, self.loss_function)
+        self.parameters = sum(p.numel() for p in self.model.parameters())
         self.results: dict[str, Any] = {}
         self.failure: RunError | None = None
+        self.run_id = hp.run_id or str(uuid.uuid4())
+        self.log = self.open_log()
+        self.log_head()
+        for line in self.banner(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, compile_reason):
+            self.log(line)
+        for name in sorted(set(IGNORED_SETTINGS) & set(environ)):
+            self.log(f"WARNING: {name} is set, but nothing reads it; the published script ignores it too")
 
-    def check_inputs(self) -> None:
-        """Everything about data and compressor that would otherwise fail late. Raises SetupError."""
-        hp = self.hp
-        if hp.compressor == "brotli":
-            try:
-                import brotli  # noqa: F401
-            except ImportError:
-                raise SetupError("COMPRESSOR=brotli needs the package: pip install brotli, or set COMPRESSOR=lzma") from None
-        if hp.eval_only:
-            if not Path(hp.eval_only).is_file():
-                raise SetupError(f"EVAL_ONLY={hp.eval_only}: no such file")
-            return
-        total = 0
-        for path in self.train_paths:
-            count = shard_tokens(path)
-            total += count
-            if count:
-                check_token_ids(open_shard(path)[:65_536], hp.vocab_size, path)
-        if total < hp.train_batch_tokens + 1:
-            raise SetupError(f"{total} train tokens in {hp.dataset_dir} are fewer than one step of TRAIN_BATCH_TOKENS="
-                             f"{hp.train_batch_tokens} plus one; fetch more shards or lower TRAIN_BATCH_TOKENS")
+    def compile(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return torch.compile(function, dynamic=False, fullgraph=True) if self.compiled else function
 
-    def check_output(self) -> None:
+    # the log's head
+
+    def open_log(self) -> RunLog:
         """Rank 0 proves that it can write where it must and opens the log; a failure reaches every rank."""
-        problem, run_id = None, self.hp.run_id or str(uuid.uuid4())
-        self.log = RunLog(None, run_id)
+        log, problem = RunLog(None, self.run_id), None
         if self.world.is_main:
+            need = 5 * sum(t.numel() * t.element_size() for t in self.model.state_dict().values()) // 4
             try:
                 self.output.mkdir(parents=True, exist_ok=True)
                 write_file(self.output / ".writable", b"")
                 (self.output / ".writable").unlink()
-                self.log = RunLog(self.output / "logs", run_id)
+                free = shutil.disk_usage(self.output).free
+                if free < need:
+                    problem = f"OUTPUT_DIR={self.output} has {free} bytes free, the model files need {need}; free some"
+                else:
+                    log = RunLog(self.output / "logs", self.run_id)
             except FileExistsError as error:
-                problem = f"RUN_ID={run_id} was used before: {error.filename} exists; choose another RUN_ID"
+                problem = f"RUN_ID={self.run_id}: {error.filename} exists and is kept; choose another RUN_ID"
             except OSError as error:
                 problem = f"OUTPUT_DIR={self.output} cannot be written ({error}); set OUTPUT_DIR to a folder of yours"
         problem = self.world.broadcast_object(problem)
         if problem:
             raise SetupError(problem)
-        self.run_id = run_id
-
-    # -- the log's head ------------------------------------------------------------------------------------------------
+        return log
 
     def log_head(self) -> None:
-        """Settings, source, versions and GPUs into the file; a short banner on the console too."""
-        hp, rule = self.hp, "=" * 100
+        """Settings, source, versions and GPUs: the file alone is enough to repeat the run."""
+        hp, rule, logs = self.hp, "=" * 100, self.output / "logs"
         values = {item.name: format_setting(getattr(hp, item.name)) for item in fields(hp)}
         values |= {"run_id": self.run_id, "rank": self.world.rank, "world_size": self.world.size,
-                   "grad_accum_steps": self.plan.grad_accum_steps, "datasets_dir": hp.dataset_dir,
-                   "train_files": hp.dataset_dir / "fineweb_train_*.bin", "val_files": hp.dataset_dir / "fineweb_val_*.bin",
-                   "tokenizer_path": hp.tokenizer_path, "logfile": self.output / "logs" / f"{self.run_id}.txt",
-                   "model_path": self.output / "final_model.pt", "quantized_model_path": self.output / "final_model.int6.ptz"}
+                   "grad_accum_steps": self.plan.grad_accum_steps, "logfile": logs / f"{self.run_id}.txt",
+                   "datasets_dir": hp.dataset_dir, "train_files": hp.dataset_dir / "fineweb_train_*.bin",
+                   "val_files": hp.dataset_dir / "fineweb_val_*.bin", "tokenizer_path": hp.tokenizer_path,
+                   "model_path": self.output / "final_model.pt",
+                   "quantized_model_path": self.output / "final_model.int6.ptz"}
         lines = [rule, "Hyperparameters:", *(f"  {name}: {values[name]}" for name in sorted(values)), rule,
-                 self.source.decode("utf-8"), rule, f"Running Python {sys.version}", f"Running PyTorch {torch.__version__}",
-                 gpu_report(), rule]
+                 self.source.decode("utf-8"), rule, f"Running Python {sys.version}",
+                 f"Running PyTorch {torch.__version__}", gpu_report(), rule]
         self.log("\n".join(lines), console=False)
         self.log.record("settings", **{name: str(value) for name, value in values.items()})
-        for line in self.banner():
-            self.log(line)
-        for name in self.ignored:
-            self.log(f"WARNING: {name} is set, but nothing reads it; the published script ignores it too")
 
-    def banner(self) -> list[str]:
+    def banner(self, dtype: str, attention: str, compile_reason: str) -> list[str]:
         hp, world, plan = self.hp, self.world, self.plan
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-        parameters = sum(p.numel() for p in self.model.parameters())
         estimate = estimate_artifact_bytes(self.model) + len(self.source)
-        dtype = str(next(iter(self.model.tok_emb.parameters())).dtype).removeprefix("torch.")
-        return [
-            f"machine: {world.size} x {device}, PyTorch {torch.__version__}, {dtype} ({self.dtype_reason})",
-            f"attention: {self.attention.name} ({self.attention.reason})",
-            f"compile: {int(self.compiled)} ({self.compile_reason})",
-            f"train_shards: {len(self.train_paths)}",
-            f"val_tokens: {self.val.targets}",
-            f"val_bytes: {self.val.target_bytes} (normalised text; {self.val.dropped_tokens} tail tokens not scored)",
-            f"batch: {hp.train_batch_tokens} tokens = {world.size} ranks x {plan.grad_accum_steps} micro-batches x "
-            f"{plan.micro_sequences} sequences of {hp.train_seq_len}",
-            f"model_params:{parameters}",
-            f"artifact estimate: {estimate / 1e6:.1f} MB of {SIZE_CAP_BYTES / 1e6:.1f} MB (weight decay decides the rest)",
-        ]
+        return [f"machine: {world.size} x {device}, PyTorch {torch.__version__}, {dtype}",
+                f"attention: {attention}",
+                f"compile: {int(self.compiled)} ({compile_reason})",
+                f"train_shards: {len(self.train_paths)}",
+                f"val_tokens: {self.val.targets}",
+                f"val_bytes: {self.val.target_bytes} ({self.val.note})",
+                f"batch: {hp.train_batch_tokens} tokens = {world.size} ranks x {plan.grad_accum_steps} micro-batches x "
+                + f"{plan.micro_sequences} sequences of {hp.train_seq_len}",
+                f"model_params:{self.parameters}",
+                f"artifact estimate: {estimate / 1e6:.1f} MB of {SIZE_CAP_BYTES / 1e6:.1f} (weight decay decides)"]
 
-    # -- phases --------------------------------------------------------------------------------------------------------
+    # phases
 
     def train(self) -> None:
-        """Training, Hessians, quantisation; ends with the artifact on disk, before anything is evaluated."""
+        """Training, Hessians, quantisation; ends with the artifact on disk, before anything of it is evaluated."""
         hp = self.hp
-        need = 5 * sum(t.numel() * t.element_size() for t in self.model.state_dict().values()) // 4
-        free = shutil.disk_usage(self.output).free
-        if self.world.is_main and free < need:
-            raise SetupError(f"OUTPUT_DIR={self.output} has {free} bytes free, the model files need {need}; free some space")
-        orthogonalize = torch.compile(newton_schulz, dynamic=False, fullgraph=True) if self.compiled else newton_schulz
-        trainer = Trainer(self.model, self.plan, self.world, self.train_paths, self.evaluator, self.log, self.loss_function,
-                          orthogonalize)
+        trainer = Trainer(self.model, self.evaluator, self.train_paths, self.log, self.compile(newton_schulz))
         if hp.train_cap_seconds and hp.gptq_enabled:
             self.log(f"gptq:reserving {hp.gptq_reserve_seconds:g}s, effective={1000 * hp.train_cap_seconds:.0f}ms")
         try:
             trainer.warm_up()
         except torch.OutOfMemoryError as error:
-            fits = [d * hp.train_seq_len for d in range(1, self.plan.micro_sequences) if self.plan.micro_sequences % d == 0]
-            raise SetupError(f"a micro-batch of {self.plan.micro_sequences * hp.train_seq_len} tokens does not fit into the "
-                             f"GPU's memory ({str(error).splitlines()[0]}); set MICRO_BATCH_TOKENS to one of {fits}") from None
+            micro = self.plan.micro_sequences
+            fits = [n * hp.train_seq_len for n in range(1, micro) if micro % n == 0]
+            raise SetupError(f"{micro * hp.train_seq_len} tokens at once do not fit into the GPU's memory "
+                             f"({str(error).splitlines()[0]}); set MICRO_BATCH_TOKENS to one of {fits}") from None
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
-        self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step (compile and warm-up, off the clock)")
+        self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step, with compile and warm-up")
         averaged = trainer.fit()
         self.raw = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         averaged.copy_to_model()
         train_seconds = trainer.clock.seconds
         hessian_seconds = self.write_artifact(trainer)
         tokens = trainer.steps_done * hp.train_batch_tokens
-        self.steps = trainer.steps_done
         self.results |= {"train_seconds": train_seconds + hessian_seconds, "hessian_seconds": hessian_seconds,
                          "steps": trainer.steps_done, "tokens": tokens, "tokens_per_second": tokens / train_seconds}
         self.check_clock(trainer)
 
     def write_artifact(self, trainer: Trainer) -> float:
         """Rank 0 saves the averaged weights, collects Hessians on the clock, quantises and writes; all wait for it."""
-        hessian_seconds = 0.0
+        hessian_seconds, hessians = 0.0, {}
         if self.world.is_main:
             buffer = io.BytesIO()
             torch.save({name: t.cpu() for name, t in self.model.state_dict().items()}, buffer)
             write_file(self.output / "final_model.pt", buffer.getvalue())
             self.log(f"Serialized model: {len(buffer.getvalue())} bytes")
             self.log(f"Code size: {len(self.source)} bytes")
-            hessians: dict[str, Tensor] = {}
             if self.hp.gptq_enabled:
                 before = trainer.clock.seconds
-                trainer.clock.start()
-                data = trainer.open_data()
-                try:
+                with trainer.on_the_clock() as data:
                     hessians = collect_hessians(self.model, data, trainer.clock, self.log)
-                finally:
-                    trainer.close_data(data)
-                    hessian_seconds = trainer.clock.stop() - before
+                hessian_seconds = trainer.clock.seconds - before
             self.write_quantized(hessians)
         return self.world.broadcast_object(hessian_seconds)
 
     def write_quantized(self, hessians: dict[str, Tensor]) -> None:
-        began = time.perf_counter()
+        began, label = time.perf_counter(), f"int6+{self.hp.compressor}"
         quantized = quantize_state(self.model.state_dict(), hessians, self.hp)
         if self.hp.gptq_enabled:
-            self.log(f"GPTQ quantization: {len(quantized.gptq)} layers with full GPTQ, {len(quantized.fallback)} fallback to "
-                     f"clip-search ({time.perf_counter() - began:.1f}s)")
-            for what, names in (("needed more damping", quantized.damped), ("had no usable Hessian", quantized.fallback)):
-                if names:
-                    self.log(f"WARNING: {len(names)} layers {what}: {', '.join(names)}")
+            self.log(f"GPTQ quantization: {len(quantized.gptq)} layers with full GPTQ, {len(quantized.fallback)} "
+                     f"fallback to clip-search in {time.perf_counter() - began:.1f}s")
+        if quantized.fallback:
+            self.log(f"WARNING: no usable Hessian, so plain row search: {', '.join(quantized.fallback)}")
         began = time.perf_counter()
-        data = pack_artifact(quantized, self.hp.compressor)
-        path = self.output / "final_model.int6.ptz"
+        data, path = pack_artifact(quantized, self.hp.compressor), self.output / "final_model.int6.ptz"
         write_file(path, data)
-        kept = self.output / "logs" / f"{self.run_id}.int6.ptz"  # the next run replaces `path`; this name stays
-        with contextlib.suppress(OSError):
-            os.link(path, kept)
+        with contextlib.suppress(OSError):  # the next run replaces `path`; under this name the file stays
+            os.link(path, self.output / "logs" / f"{self.run_id}.int6.ptz")
         self.log(f"compression: {time.perf_counter() - began:.1f}s")
-        self.log_sizes(path.stat().st_size)
-
-    def log_sizes(self, model_bytes: int) -> None:
-        total, label = model_bytes + len(self.source), f"int6+{self.hp.compressor}"
-        self.log(f"Serialized model {label}: {model_bytes} bytes")
-        self.log(f"Total submission size {label}: {total} bytes")
+        self.log(f"Serialized model {label}: {len(data)} bytes")
+        self.log(f"Total submission size {label}: {len(data) + len(self.source)} bytes")
 
     def check_clock(self, trainer: Trainer) -> None:
         """States when training data was last read, and fails the run if that was past the cap."""
-        last = max(row[0] for row in self.world.gather([trainer.last_read_seconds]))
-        cap = self.hp.max_wallclock_seconds
-        self.log(f"training data last read at {last:.1f}s of the clock" + (f", cap {cap:.1f}s" if cap > 0 else ", no cap"))
+        last, cap = max(row[0] for row in self.world.gather([trainer.last_read_seconds])), self.hp.max_wallclock_seconds
+        self.log(f"training data last read at {last:.1f}s of the clock, {f'cap {cap:.1f}s' if cap > 0 else 'no cap'}")
         self.results["train_data_last_read_seconds"] = last
         if 0 < cap < last:
-            self.failure = ClockError(f"training data was read at {last:.1f}s, past the cap of {cap:.1f}s: the result is not "
-                                      "valid; raise GPTQ_RESERVE_SECONDS")
+            self.failure = ClockError(f"training data was read at {last:.1f}s, past the cap of {cap:.1f}s: the result "
+                                      "does not count; raise GPTQ_RESERVE_SECONDS")
 
     def score(self, path: Path) -> None:
         """Scores raw and averaged weights when there was training, then the artifact re-read from disk."""
         if not self.hp.eval_only:
             averaged = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
             load_weights(self.model, self.raw)
-            log_validation(self.log, self.hp, self.steps, self.evaluator.full())
+            log_validation(self.log, self.hp, self.results["steps"], self.evaluator.full())
             load_weights(self.model, averaged)
             self.evaluate("pre-quantization post-ema", "pre_quant", self.evaluator.full)
         began = time.perf_counter()
@@ -2109,8 +1902,9 @@ class Run:
 
     def evaluate(self, label: str, key: str, evaluation: Callable[[], Score]) -> Score:
         score = evaluation()
-        self.log(f"{label} {score.as_text()}")
-        self.log.record("evaluation", name=key, val_loss=score.val_loss, val_bpb=score.val_bpb, eval_seconds=score.seconds)
+        loss, bpb, seconds = score.val_loss, score.val_bpb, score.seconds
+        self.log(f"{label} val_loss:{loss:.8f} val_bpb:{bpb:.8f} eval_time:{1000 * seconds:.0f}ms")
+        self.log.record("evaluation", name=key, val_loss=loss, val_bpb=bpb, eval_seconds=seconds)
         self.results[f"{key}_val_bpb"] = score.val_bpb
         return score
 
@@ -2118,35 +1912,24 @@ class Run:
         """Reads the file on rank 0, hands the bytes to all ranks (other nodes have no such file) and loads them."""
         data = self.world.broadcast_object(path.read_bytes() if self.world.is_main else None)
         try:
-            state = dequantize(*unpack_artifact(data), self.model.state_dict())
+            load_weights(self.model, dequantize(*unpack_artifact(data), self.model.state_dict()))
         except ArtifactError as error:
             raise ArtifactError(f"{path} cannot be scored: {error}") from None
-        load_weights(self.model, state)
         total = len(data) + len(self.source)
         self.results |= {"code_bytes": len(self.source), "model_bytes": len(data), "total_bytes": total,
                          "headroom_bytes": SIZE_CAP_BYTES - total}
         if total > SIZE_CAP_BYTES:
             self.failure = self.failure or OversizeError(
-                f"{len(self.source)} code + {len(data)} model = {total} bytes are {total - SIZE_CAP_BYTES} over the cap of "
+                f"{len(self.source)} code + {len(data)} model bytes are {total - SIZE_CAP_BYTES} over the cap of "
                 f"{SIZE_CAP_BYTES}; the files are kept; raise MUON_WD and EMBED_WD or make the model smaller")
 
     def summarize(self) -> None:
         """The block of `key: value` lines at column 0 that tools read."""
-        self.results |= {"parameters": sum(p.numel() for p in self.model.parameters()),
-                         "peak_memory_mib": peak_memory_mib(self.world.device)[0],
+        self.results |= {"parameters": self.parameters, "peak_memory_mib": peak_memory_mib(self.world.device)[0],
                          "total_seconds": time.perf_counter() - self.began}
-        formats = {"val_bpb": ".8f", "val_loss": ".8f", "pre_quant_val_bpb": ".8f", "int6_val_bpb": ".8f",
-                   "train_seconds": ".1f", "hessian_seconds": ".1f", "train_data_last_read_seconds": ".1f",
-                   "eval_seconds": ".1f", "total_seconds": ".1f", "steps": "d", "tokens": "d", "tokens_per_second": ".0f",
-                   "peak_memory_mib": "d", "code_bytes": "d", "model_bytes": "d", "total_bytes": "d", "headroom_bytes": "d",
-                   "parameters": "d"}
-        self.log("---")
-        for key, spec in formats.items():
-            if key in self.results:
-                self.log(f"{key}: {self.results[key]:{spec}}")
-        self.log(f"valid: {'no: ' + str(self.failure) if self.failure else 'yes'}")
+        block = [f"{key}: {self.results[key]:{spec}}" for key, spec in SUMMARY_FORMATS.items() if key in self.results]
+        self.log("\n".join(["---", *block, f"valid: {'no: ' + str(self.failure) if self.failure else 'yes'}"]))
         self.log.record("summary", **self.results, valid=self.failure is None)
-
 
 def gpu_report() -> str:
     if shutil.which("nvidia-smi") is None:
@@ -2154,11 +1937,9 @@ def gpu_report() -> str:
     done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False, timeout=60)
     return done.stdout or done.stderr
 
-
 def execute(hp: Hyperparameters) -> None:
     """A whole run. Raises RunError for everything that a user can cause or must know."""
     run = Run(hp, os.environ)
-    run.log_head()
     if not hp.eval_only:
         run.train()
     run.score(Path(hp.eval_only) if hp.eval_only else run.output / "final_model.int6.ptz")
@@ -2166,16 +1947,13 @@ def execute(hp: Hyperparameters) -> None:
     if run.failure:
         raise run.failure
 
-
 def settings_help() -> str:
     hints = get_type_hints(Hyperparameters)
     lines = ["settings (environment variables; switches are 0 or 1):"]
     for item in fields(Hyperparameters):
         choices = f" [{'|'.join(get_args(hints[item.name]))}]" if get_origin(hints[item.name]) is Literal else ""
-        default = format_setting(item.default)
-        lines.append(f"  {item.name.upper()}={default}\n      {item.metadata['help']}{choices}")
+        lines.append(f"  {item.name.upper()}={format_setting(item.default)}\n      {item.metadata['help']}{choices}")
     return "\n".join(lines)
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, epilog=settings_help() + "\n\n" + EXIT_CODES,
@@ -2185,22 +1963,21 @@ def main() -> int:
     try:
         hp = Hyperparameters.from_env(os.environ)
         if args.print_config:
-            print("\n".join(hp.as_text()))
+            print("\n".join(f"{item.name}: {format_setting(getattr(hp, item.name))}" for item in fields(hp)))
             return 0
         execute(hp)
     except RunError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    except Exception:
+    except Exception:  # noqa: BLE001 - whatever it was, the other ranks must not wait for this one
         print(f"error: rank {os.environ.get('RANK', '0')} failed", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # no clean shutdown: other ranks may be waiting in a collective, torchrun must see this at once
+        os._exit(1)  # no clean shutdown, which could wait for the other ranks: torchrun must see this at once
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
-
 
 if __name__ == "__main__":
     sys.exit(main())

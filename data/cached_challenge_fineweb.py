@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
 import shards
-from shards import DamagedFile, DataError
+from shards import DamagedFileError, DataError
 
 DEFAULT_REPOSITORIES = {
     "sp1024": "willdepueoai/parameter-golf",
@@ -113,9 +113,19 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-def is_missing(error: BaseException) -> bool:
-    """Whether the hub said that the file, revision or repository does not exist or is not open to us."""
-    return status_of(error) in (401, 403, 404)
+def check_worth_retrying(error: Exception, remote: str, repository: Repository) -> str:
+    """A few words on an error that may pass by itself; raises for one that will not.
+
+    An exception without a status, FileNotFoundError among them, is a broken connection to the client's mind.
+    """
+    status = status_of(error)
+    if status in (401, 403, 404):
+        raise DataError(f"{remote} is missing in {repository}, or needs a token in HF_TOKEN (HTTP {status})") from None
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        raise error
+    if status is None and isinstance(error, (ValueError, TypeError)) and not isinstance(error, FileNotFoundError):
+        raise DataError(f"{remote} in {repository}: {error}") from None  # a bad name or setting
+    return "throttled (HTTP 429)" if status == 429 else type(error).__name__
 
 
 def wait_seconds(error: BaseException, attempt: int) -> float:
@@ -134,22 +144,10 @@ def fetch(repository: Repository, remote: str, folder: Path, check: Callable[[Pa
             path = hub_download(repository, remote, folder, force)
             check(path)
             return path
-        except DamagedFile as error:
+        except DamagedFileError as error:
             force, problem, wait = True, str(error), wait_seconds(error, attempt)
-        except (ValueError, TypeError, PermissionError) as error:  # bad names and settings do not mend by waiting
-            raise DataError(f"{remote}: {error}") from None
-        except Exception as error:  # the client's own errors and those of its HTTP library share no useful base class
-            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-                raise
-            if is_missing(error):
-                raise DataError(
-                    f"{remote} is missing in {repository}, or needs a token in HF_TOKEN (HTTP {status_of(error)})"
-                ) from None
-            throttled = status_of(error) == 429
-            problem, wait = (
-                "throttled (HTTP 429)" if throttled else f"{type(error).__name__}",
-                wait_seconds(error, attempt),
-            )
+        except Exception as error:  # noqa: BLE001 (the client's errors and its HTTP library's share no useful base)
+            problem, wait = check_worth_retrying(error, remote, repository), wait_seconds(error, attempt)
         if attempt + 1 < MAX_ATTEMPTS:
             print(f"{remote}: {problem}; attempt {attempt + 2} of {MAX_ATTEMPTS} in {wait:.1f} s", flush=True)
             time.sleep(wait)
@@ -217,7 +215,7 @@ def shard_count(dataset: dict, split: str) -> int:
 
 def tokenizer_paths(manifest: dict, dataset: dict) -> dict[str, str | None]:
     """Checked relative paths of the variant's tokenizer files, with their sha256 where the manifest gives it."""
-    tokenizer = entries(manifest, "tokenizers").get(dataset.get("tokenizer_name"))
+    tokenizer = entries(manifest, "tokenizers").get(str(dataset.get("tokenizer_name")))
     if tokenizer is None:
         raise DataError(
             f"manifest entry {dataset['name']}: tokenizer {dataset.get('tokenizer_name')!r} is not listed; "
@@ -253,19 +251,19 @@ class WantedFile:
     is_shard: bool
 
     def check(self, path: Path, with_hash: bool = True) -> None:
-        """DamagedFile unless the file at path is whole."""
+        """DamagedFileError unless the file at path is whole."""
         if self.is_shard:
             shards.read_token_count(path)
         elif path.stat().st_size == 0:
-            raise DamagedFile(f"{path}: empty file; fetch it again")
+            raise DamagedFileError(f"{path}: empty file; fetch it again")
         if with_hash and self.sha256 and (found := shards.sha256_file(path)) != self.sha256:
-            raise DamagedFile(f"{path}: sha256 {found}, but the manifest says {self.sha256}; fetch it again")
+            raise DamagedFileError(f"{path}: sha256 {found}, but the manifest says {self.sha256}; fetch it again")
 
 
 def wanted_files(manifest: dict, dataset: dict, train_shards: int | None) -> list[WantedFile]:
     """Tokenizer, validation and the first train_shards training shards (all when None), in the order of download."""
     listed = dataset.get("files") if isinstance(dataset.get("files"), list) else []
-    hashes = {row.get("name"): row.get("sha256") for row in listed if isinstance(row, dict)}
+    hashes = {str(row.get("name")): row.get("sha256") for row in listed if isinstance(row, dict)}
     available = shard_count(dataset, "train")
     if train_shards is not None and train_shards > available:
         raise DataError(f"--train-shards {train_shards}, but {dataset['name']} has {available}; ask for that or fewer")
@@ -282,13 +280,13 @@ def is_present(wanted: WantedFile, data_dir: Path, with_hash: bool) -> bool:
         return False
     try:
         wanted.check(path, with_hash)
-    except DataError as error:
+    except DamagedFileError as error:
         print(f"repairing {error}", flush=True)
         return False
     if path.is_symlink():
         temporary = path.with_name(path.name + ".part")
         shutil.copyfile(path, temporary)
-        os.replace(temporary, path)
+        temporary.replace(path)
     return True
 
 
@@ -298,7 +296,7 @@ def ensure_file(wanted: WantedFile, repository: Repository, data_dir: Path, with
         return False
     target = data_dir / wanted.relative
     target.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(fetch(repository, repository.remote_path(wanted.relative), data_dir / ".download", wanted.check), target)
+    fetch(repository, repository.remote_path(wanted.relative), data_dir / ".download", wanted.check).replace(target)
     return True
 
 

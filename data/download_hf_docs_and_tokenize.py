@@ -24,13 +24,15 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
-
-import numpy as np
+from typing import TYPE_CHECKING, BinaryIO
 
 import cached_challenge_fineweb as hub
+import numpy as np
 import shards
 from shards import DataError
+
+if TYPE_CHECKING:
+    import sentencepiece as spm
 
 FOLDER = Path(__file__).resolve().parent
 DEFAULT_SHARD_TOKENS = 100_000_000
@@ -413,7 +415,7 @@ def build_tokenizer(
     }
 
 
-def load_model(model: bytes, source: str):
+def load_model(model: bytes, source: str) -> spm.SentencePieceProcessor:
     import sentencepiece as spm
 
     try:
@@ -426,6 +428,8 @@ def load_model(model: bytes, source: str):
 
 
 class SentencePieceEncoder:
+    """Texts to tokens with a SentencePiece model; the threads share the texts of a batch, the order stays."""
+
     def __init__(self, model_path: Path, workers: int) -> None:
         self.tokenizer, self.workers = load_model(model_path.read_bytes(), str(model_path)), workers
         self.tables = shards.sentencepiece_byte_tables(self.tokenizer)
@@ -437,6 +441,8 @@ class SentencePieceEncoder:
 
 
 class ByteEncoder:
+    """Texts to tokens of the byte tokenizer: each UTF-8 byte plus the four special ids."""
+
     def __init__(self) -> None:
         self.tables = shards.pure_byte_tables()
 
@@ -555,9 +561,9 @@ def swap_in(staging: Path, root: Path) -> None:
         source.rename(target)
     (root / "tokenizers").mkdir(exist_ok=True)
     for source in sorted((staging / "tokenizers").glob("*")):
-        os.replace(source, root / "tokenizers" / source.name)
+        source.replace(root / "tokenizers" / source.name)
     if (staging / "manifest.json").exists():
-        os.replace(staging / "manifest.json", root / "manifest.json")
+        (staging / "manifest.json").replace(root / "manifest.json")
     shutil.rmtree(staging)
     if old.is_symlink():
         old.unlink()
@@ -641,6 +647,7 @@ def main() -> None:
     specs = load_specs(args.tokenizer_config, args.reuse_sp_model, args.byte260)
     args.output_root.mkdir(parents=True, exist_ok=True)
     path = args.docs_jsonl or hub.download_docs(args.output_root, hub.Repository.from_arguments(args, "sp1024"))
+    open_lines(path).close()  # a missing file is reported before anything about its sidecar
     sidecar = read_sidecar(find_sidecar(path, args.docs_manifest))
     docs_val, unofficial = choose_val_docs(args.val_docs, sidecar, args.unofficial_split)
     documents = scan_documents(path, docs_val, unofficial, sidecar, [spec.train_docs for spec in specs])

@@ -222,10 +222,10 @@ def write_corpus(folder: Path, documents: list[str], val_docs: int) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / DOCS_NAME
     temporary = folder / f"{DOCS_NAME}.part"
-    with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+    with temporary.open("w", encoding="utf-8", newline="\n") as file:
         for document in documents:
             file.write(json.dumps({"text": document}, ensure_ascii=False) + "\n")
-    os.replace(temporary, path)
+    temporary.replace(path)
     sidecar = {
         "num_docs": len(documents),
         "docs_val": val_docs,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ class DataError(ValueError):
     """A problem that the user can cause and mend; the command line prints its message alone and exits with code 2."""
 
 
-class DamagedFile(DataError):
+class DamagedFileError(DataError):
     """A file whose content is not what it should be; fetching or building it again mends it."""
 
 
@@ -67,22 +66,22 @@ def shard_header(token_count: int) -> bytes:
 
 
 def read_token_count(path: Path) -> int:
-    """Token count of a shard whose header and file size agree; DamagedFile when they do not."""
-    with open(path, "rb") as file:
-        header = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4")
-    if len(header) * 4 != HEADER_BYTES:
-        raise DamagedFile(
+    """Token count of a shard whose header and file size agree; DamagedFileError when they do not."""
+    with path.open("rb") as file:
+        header = file.read(HEADER_BYTES)
+    if len(header) != HEADER_BYTES:
+        raise DamagedFileError(
             f"{path}: {path.stat().st_size} bytes, but the header alone has {HEADER_BYTES}; "
             "fetch or build the file again"
         )
-    magic, version, token_count = (int(value) for value in header[:3])
+    magic, version, token_count = (int(value) for value in np.frombuffer(header, dtype="<i4")[:3])
     if (magic, version) != (MAGIC, VERSION):
-        raise DamagedFile(
+        raise DamagedFileError(
             f"{path}: magic {magic} and version {version}, expected {MAGIC} and {VERSION}; this is not a token shard"
         )
     expected, found = HEADER_BYTES + token_count * TOKEN_BYTES, path.stat().st_size
     if token_count < 0 or expected != found:
-        raise DamagedFile(
+        raise DamagedFileError(
             f"{path}: {found} bytes, but its header promises {token_count} tokens = {expected} bytes; "
             "fetch or build it again"
         )
@@ -117,7 +116,7 @@ class ShardWriter:
         """Append tokens, (n,) uint16."""
         while len(tokens):
             if self._file is None:
-                self._file = open(self.folder / shard_name(self.split, len(self.files)), "wb")
+                self._file = (self.folder / shard_name(self.split, len(self.files))).open("wb")
                 self._file.write(shard_header(0))  # the count is filled in when the shard is complete
             part = tokens[: self.shard_tokens - self._count]
             self._file.write(np.ascontiguousarray(part, dtype="<u2").tobytes())
@@ -212,7 +211,7 @@ def check_tokenizer(tokenizer: spm.SentencePieceProcessor, vocab_size: int, sour
 
 def sha256_file(path: Path) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
@@ -234,7 +233,7 @@ def write_json(path: Path, value: dict) -> None:
     """Write under a temporary name and rename, so that a reader never sees half a file."""
     temporary = path.with_name(path.name + ".part")
     temporary.write_text(json.dumps(value, indent=2, ensure_ascii=True) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def merge_manifest(path: Path, new: dict) -> dict:
