@@ -270,7 +270,8 @@ def setting_problems(hp: Hyperparameters) -> list[str]:
         (hp.eval_stride <= hp.eval_seq_len,
          f"EVAL_STRIDE={hp.eval_stride} must be at most EVAL_SEQ_LEN={hp.eval_seq_len}, else tokens go unscored"),
         (hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0,
-         f"GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds} must be below MAX_WALLCLOCK_SECONDS={hp.max_wallclock_seconds}"),
+         f"GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds:g} must be below "
+         f"MAX_WALLCLOCK_SECONDS={hp.max_wallclock_seconds:g}"),
         (re.fullmatch(r"[\w.@+-]*", hp.run_id) is not None,
          f"RUN_ID={hp.run_id!r} must be letters, digits and . _ @ + - only: it names files"),
     ]
@@ -823,7 +824,7 @@ def try_attention(name: str, hp: Hyperparameters, device: torch.device, dtype: t
         out = attend(*qkv)
         results.append((out, *torch.autograd.grad(out.float().square().sum(), qkv)))
     for ours, plain in zip(*results):
-        error = float((ours.float() - plain).norm() / plain.norm())
+        error = float((ours.detach().float() - plain.detach()).norm() / plain.detach().norm())
         if not error < 3e-2:  # bf16 rounding is under 1e-2
             raise RuntimeError(f"its result is off by {error:.1e}")
     return function
