@@ -25,7 +25,6 @@ import platform
 import queue
 import random
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -428,6 +427,10 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     """Peak MiB (allocated, reserved) on the GPU, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) >> 20, torch.cuda.max_memory_reserved(device) >> 20
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0, 0
     unit = 1 if platform.system() == "Darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
     return peak, peak
