@@ -32,6 +32,7 @@ import threading
 import time
 import traceback
 import uuid
+import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -94,7 +95,7 @@ class Hyperparameters:
     run_id: str = setting("", "name of the log files (empty: a random one)")
     output_dir: str = setting(".", "where logs/, final_model.pt and final_model.int6.ptz are written")
     eval_only: str = setting("", "path of an artifact to score instead of training")
-    seed: int = setting(1337, "decides the initial weights only, never the data order", least=0)
+    seed: int = setting(1337, "decides the initial weights only, never the data order", least=0, most=2**63 - 1)
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = setting("auto", "auto: cuda, else mps, else cpu")
     precision: Literal["auto", "bf16", "fp32"] = setting("auto", "activations; auto: bf16 on GPUs that have it")
@@ -137,11 +138,11 @@ class Hyperparameters:
     qk_gain_init: float = setting(4.0, "initial gain on normed queries")
     tied_embed_init_std: float = setting(0.005, "initial deviation of the tied token table", above=0)
     # optimizers
-    embed_lr: float = setting(0.6, "rate of the tables, untied", least=0)
-    head_lr: float = setting(0.008, "rate of the output head, untied", least=0)
-    tied_embed_lr: float = setting(0.03, "rate of the tables, tied", least=0)
-    matrix_lr: float = setting(0.02, "Muon's rate", least=0)
-    scalar_lr: float = setting(0.02, "rate of gains, gates and scales", least=0)
+    embed_lr: float = setting(0.6, "rate of the tables, untied", least=0, most=1e12)
+    head_lr: float = setting(0.008, "rate of the output head, untied", least=0, most=1e12)
+    tied_embed_lr: float = setting(0.03, "rate of the tables, tied", least=0, most=1e12)
+    matrix_lr: float = setting(0.02, "Muon's rate", least=0, most=1e12)
+    scalar_lr: float = setting(0.02, "rate of gains, gates and scales", least=0, most=1e12)
     muon_momentum: float = setting(0.99, "Muon's momentum after its warm-up", least=0, below=1)
     muon_backend_steps: int = setting(5, "Newton-Schulz iterations", above=0)
     muon_momentum_warmup_start: float = setting(0.92, "Muon's momentum at step 0", least=0, below=1)
@@ -262,6 +263,7 @@ def setting_problems(hp: Hyperparameters) -> list[str]:
         (hp.num_heads % hp.num_kv_heads == 0, f"NUM_KV_HEADS={hp.num_kv_heads} must divide NUM_HEADS={hp.num_heads}"),
         (rotated % 2 == 0 and 4 <= rotated <= hp.head_dim,
          f"ROPE_DIMS={hp.rope_dims} must be 0 or an even number from 4 to the head size {hp.head_dim}"),
+        (hp.mlp_mult * hp.model_dim >= 1, f"MLP_MULT={hp.mlp_mult} times MODEL_DIM={hp.model_dim} must be at least 1"),
         (hp.xsa_last_n <= hp.num_layers, f"XSA_LAST_N={hp.xsa_last_n} must be at most NUM_LAYERS={hp.num_layers}"),
         (layer_list and len(set(layers)) == len(layers) and all(n < hp.num_layers for n in layers),
          f"VE_LAYERS={hp.ve_layers!r} must be different block numbers from 0 to {hp.num_layers - 1}, such as "
@@ -348,7 +350,8 @@ class World:
             return
         by_dtype = defaultdict(list)
         for p in parameters:
-            by_dtype[p.dtype].append(p.grad)
+            if p.grad is not None:  # a one-layer model has no skips to train
+                by_dtype[p.dtype].append(p.grad)
         for gradients in by_dtype.values():
             flat = torch.cat([g.reshape(-1) for g in gradients]).div_(self.size)
             dist.all_reduce(flat)
@@ -459,7 +462,6 @@ class RunLog:
     def __init__(self, folder: Path | None, run_id: str) -> None:
         self._text = self._records = None
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
             self._text = (folder / f"{run_id}.txt").open("x", encoding="utf-8", buffering=1)
             self._records = (folder / f"{run_id}.jsonl").open("x", encoding="utf-8", buffering=1)
 
@@ -1233,8 +1235,6 @@ def pad_windows(windows: np.ndarray, count: int) -> np.ndarray:
 class Evaluator:
     """Scores the validation set with the weights that the model has at the moment."""
 
-    SLIDING_BATCH = 32
-
     def __init__(self, hp: Hyperparameters, plan: BatchPlan, world: World, val: ValidationSet,
                  loss_function: Callable[..., Tensor]) -> None:
         self.hp, self.plan, self.world, self.val, self.loss_function = hp, plan, world, val, loss_function
@@ -1243,24 +1243,25 @@ class Evaluator:
 
     def full(self) -> Score:
         windows = sequence_windows(self.val.targets, self.hp.eval_seq_len)
-        return self._score(windows, self.plan.eval_sequences, "validation")
+        return self._score(windows, "validation")
 
     def sliding(self) -> Score:
         windows = sliding_windows(self.val.targets, self.hp.eval_seq_len, self.hp.eval_stride)
-        return self._score(windows, self.SLIDING_BATCH, "sliding evaluation")
+        return self._score(windows, "sliding evaluation")
 
     @torch.no_grad()
-    def _score(self, windows: np.ndarray, batch: int, title: str) -> Score:
+    def _score(self, windows: np.ndarray, title: str) -> Score:
         synchronize(self.world.device)
         began = time.perf_counter()
         share = rank_share(len(windows), self.world.rank, self.world.size)
         windows = windows[share.start:share.stop]
+        batch = min(self.plan.eval_sequences, len(windows))  # always this shape: each shape would be compiled
         sums = torch.zeros(2, dtype=self.sum_dtype, device=self.world.device)  # losses, number of scored targets
         with tqdm(total=len(windows), desc=title, disable=None if self.world.is_main else True, leave=False) as bar:
             for first in np.unique(windows[:, 1]):  # alike windows form batches: logits start at `first`
                 alike = windows[windows[:, 1] == first]
                 for at in range(0, len(alike), batch):
-                    part = pad_windows(alike[at:at + batch], min(batch, len(alike)))
+                    part = pad_windows(alike[at:at + batch], batch)
                     sums += self._batch_sums(torch.from_numpy(part).to(self.world.device), int(first))
                     bar.update(len(alike[at:at + batch]))
         loss_sum, scored = self.world.sum(sums).tolist()
@@ -1329,17 +1330,14 @@ class Trainer:
 
     def warm_up(self) -> None:
         """Compiles and settles everything on real shapes, then puts weights and optimizers back to their start."""
-        if self.hp.warmup_steps == 0:
-            return
-        before = [p.detach().clone() for p in self.parameters]
-        data = self.open_data()
-        for step in range(self.hp.warmup_steps):
-            loss = self.step(data, step, 1.0)
-            if step == 0 and not math.isfinite(float(loss)):
-                raise DivergedError(f"the loss of the first warm-up step is {float(loss)} on rank {self.world.rank}")
-            if step < 6 or (step + 1) % 10 == 0 or step + 1 == self.hp.warmup_steps:
-                self.log(f"warmup_step: {step + 1}/{self.hp.warmup_steps}")
-        data.close()
+        before, data, steps = [p.detach().clone() for p in self.parameters], self.open_data(), self.hp.warmup_steps
+        try:
+            for step in range(steps):
+                self._agree(self.step(data, step, 1.0), f"warm-up step {step + 1}")
+                if step < 6 or (step + 1) % 10 == 0 or step + 1 == steps:
+                    self.log(f"warmup_step: {step + 1}/{steps}")
+        finally:
+            data.close()
         with torch.no_grad():
             torch._foreach_copy_([p.detach() for p in self.parameters], before)
         self.optimizers.reset()
@@ -1355,7 +1353,8 @@ class Trainer:
                 factor = lr_factor(seconds / cap if cap else step / hp.iterations, hp.warmdown_frac, hp.min_lr)
                 loss = self.step(data, step, factor)
                 ema.update()
-                seconds, mean_loss = self._close_step(loss, step + 1)
+                seconds, mean_loss = self._agree(loss, f"step {step + 1}")
+                self.steps_done = step + 1
                 self._log_step(mean_loss, seconds, factor, data)
                 bar.update()
                 if cap and seconds >= cap:
@@ -1367,14 +1366,13 @@ class Trainer:
         self._report_end(seconds, data)
         return ema
 
-    def _close_step(self, loss: Tensor, steps_done: int) -> tuple[float, float]:
-        """Waits for the step; the slowest rank's seconds and the mean loss over ranks, equal on every rank."""
+    def _agree(self, loss: Tensor, where: str) -> tuple[float, float]:
+        """Waits for the device; the slowest rank's seconds and the mean loss over ranks, equal on every rank."""
         value = float(loss)
-        self.steps_done = steps_done
         rows = self.world.gather([self.clock.seconds, value])
         broken = [rank for rank, (_, loss_here) in enumerate(rows) if not math.isfinite(loss_here)]
         if broken:
-            raise DivergedError(f"loss not finite at step {steps_done} on ranks {broken}: all ranks stop; "
+            raise DivergedError(f"loss not finite at {where} on ranks {broken}: all ranks stop; "
                                 "lower MATRIX_LR, TIED_EMBED_LR or SCALAR_LR, or set GRAD_CLIP_NORM")
         return max(row[0] for row in rows), sum(row[1] for row in rows) / len(rows)
 
@@ -1413,7 +1411,7 @@ INT6_CLIP_QUANTILES = (0.9990, 0.9995, 0.9999, 0.99999, 1.0)
 INT8_CLIP_QUANTILE = 0.9999984
 PASSTHROUGH_MAX_ELEMENTS = 65_536  # smaller tensors stay fp16: their share of the artifact is under 1 %
 GPTQ_BLOCK = 128
-GPTQ_DAMPING = 0.01  # times the mean diagonal
+GPTQ_DAMPING = (0.01, 0.1, 1.0)  # times the mean diagonal; more only when the Hessian does not factor
 
 def storage_class(name: str, tensor: Tensor, hp: Hyperparameters) -> str:
     """How a tensor is stored: passthrough (fp16 or integers), passthrough_ctrl (fp32), int6 or int8."""
@@ -1456,20 +1454,25 @@ class HessianFactor:
     upper: Tensor
     order: Tensor
     dead: Tensor
+    damping: float
 
 def factor_hessian(hessian: Tensor) -> HessianFactor | None:
-    """Factor of a (C, C) fp32 Hessian, damped; None when it is not positive definite."""
+    """Factor of a (C, C) fp32 Hessian, damped, if need be more; None when that does not help."""
     hessian = hessian.float().clone()
     diagonal = hessian.diagonal()
     dead = diagonal == 0
     diagonal[dead] = 1.0
-    diagonal.add_(GPTQ_DAMPING * diagonal.mean())
-    order = diagonal.argsort(descending=True)
-    lower, failed = torch.linalg.cholesky_ex(hessian[order][:, order])
-    if int(failed) or not bool(lower.isfinite().all()):
-        return None
-    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    return None if int(failed) or not bool(upper.isfinite().all()) else HessianFactor(upper, order, dead)
+    mean, before = diagonal.mean(), diagonal.clone()
+    for damping in GPTQ_DAMPING:
+        diagonal.copy_(before + damping * mean)
+        order = diagonal.argsort(descending=True)
+        lower, failed = torch.linalg.cholesky_ex(hessian[order][:, order])
+        if int(failed) or not bool(lower.isfinite().all()):
+            continue
+        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not int(failed) and bool(upper.isfinite().all()):
+            return HessianFactor(upper, order, dead, damping)
+    return None
 
 def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor) -> Tensor:
     """Rounds (K, N, C) column by column, each error spread over later columns (GPTQ, Frantar et al. 2023).
@@ -1517,15 +1520,16 @@ def full_fp32() -> Iterator[None]:
 
 @dataclass
 class Quantized:
-    """`tensors` and `meta` of an artifact; which matrices GPTQ did, and which had a Hessian that it could not use."""
+    """`tensors` and `meta` of an artifact; which matrices GPTQ did, needed more damping for, or could not do."""
 
     tensors: dict[str, Tensor]
     meta: dict[str, Any]
     gptq: list[str]
+    damped: list[str]
     fallback: list[str]
 
-def quantize_matrices(matrices: dict[str, Tensor], hessians: dict[str, Tensor]) -> tuple[dict[str, Any], list[str]]:
-    """int6 codes and scales by name, and the names that GPTQ did; the others are row-searched."""
+def quantize_matrices(matrices: dict[str, Tensor], hessians: dict[str, Tensor]) -> tuple[dict, dict[str, float]]:
+    """int6 codes and scales by name, and the damping of each that GPTQ did; the others are row-searched."""
     factors = {n: f for n in matrices if n in hessians and (f := factor_hessian(hessians[n])) is not None}
     results = {name: quantize_int6_rows(w) for name, w in matrices.items() if name not in factors}
     by_shape = defaultdict(list)
@@ -1533,7 +1537,7 @@ def quantize_matrices(matrices: dict[str, Tensor], hessians: dict[str, Tensor]) 
         by_shape[matrices[name].shape].append(name)
     for names in by_shape.values():
         results.update(zip(names, quantize_int6_gptq([matrices[n] for n in names], [factors[n] for n in names])))
-    return results, list(factors)
+    return results, {name: factor.damping for name, factor in factors.items()}
 
 @torch.no_grad()
 def quantize_state(state: Mapping[str, Tensor], hessians: dict[str, Tensor], hp: Hyperparameters) -> Quantized:
@@ -1554,7 +1558,8 @@ def quantize_state(state: Mapping[str, Tensor], hessians: dict[str, Tensor], hp:
             tensors[f"{name}.q"], tensors[f"{name}.scale"] = codes.cpu().contiguous(), scale.cpu().contiguous()
             method = {"method": "gptq" if name in gptq else "clip_search"} if kind == "int6" and hp.gptq_enabled else {}
             meta[name] = {"type": kind, **method}
-    return Quantized(tensors, meta, gptq, [name for name in hessians if name not in gptq])
+    damped = [name for name, damping in gptq.items() if damping != GPTQ_DAMPING[0]]
+    return Quantized(tensors, meta, list(gptq), damped, [name for name in hessians if name not in gptq])
 
 class HessianCollector:
     """Sums X^T X of the inputs of every linear that GPTQ will do; c_q, c_k and c_v share one input, so one sum."""
@@ -1651,7 +1656,11 @@ def decompress(data: bytes) -> bytes:
     """Inverse of `compress`; the format is read from the data. Raises ArtifactError."""
     try:
         if data.startswith(XZ_MAGIC):
-            return lzma.decompress(data)
+            stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+            raw = stream.decompress(data)
+            if not stream.eof or stream.unused_data:
+                raise ValueError("it is cut off" if not stream.eof else "something follows its end")
+            return raw
         import brotli
 
         return brotli.decompress(data)
@@ -1669,10 +1678,15 @@ def unpack_artifact(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and meta of an artifact; only tensors and plain containers are loaded. Raises ArtifactError."""
     raw = byte_unshuffle(decompress(data))
     try:
+        broken = zipfile.ZipFile(io.BytesIO(raw)).testzip()  # brotli has no checksum; torch.load ignores the zip's
+        if broken is not None:
+            raise ValueError(f"checksum of {broken} does not match")
         content = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-        tensors, meta = content["w"], content["m"]
-        if not all(isinstance(t, Tensor) for t in tensors.values()) or not isinstance(meta, dict):
-            raise TypeError("w must hold tensors and m a dictionary")
+        tensors, meta = dict(content["w"]), dict(content["m"])
+        if not all(isinstance(t, Tensor) and t.layout == torch.strided for t in tensors.values()):
+            raise TypeError("w must hold plain tensors")
+        if not all(isinstance(name, str) for name in (*tensors, *meta)):
+            raise TypeError("names must be text")
     except Exception as error:  # noqa: BLE001 - a damaged zip or pickle fails in many ways, which mean the same
         message = str(error).splitlines()[0] if str(error) else ""
         raise ArtifactError(f"its content is no torch.save of w and m ({type(error).__name__}: {message})") from None
@@ -1742,6 +1756,7 @@ class Run:
         self.compiled, compile_reason = choose_compile(hp.compile, self.world.device)
         attend, attention = choose_attention(hp, self.world.device, dtype)
         self.model = build_model(hp, attend, self.world.device, dtype)
+        parameter_groups(self.model)  # raises when a parameter has no optimizer
         self.world.broadcast_weights(self.model)
         self.loss_function: Callable[..., Tensor] = self.compile(self.model)
         self.evaluator = Evaluator(hp, self.plan, self.world, self.val, self.loss_function)
@@ -1767,16 +1782,18 @@ class Run:
         if self.world.is_main:
             need = 5 * sum(t.numel() * t.element_size() for t in self.model.state_dict().values()) // 4
             try:
-                self.output.mkdir(parents=True, exist_ok=True)
+                (self.output / "logs").mkdir(parents=True, exist_ok=True)
                 write_file(self.output / ".writable", b"")
                 (self.output / ".writable").unlink()
                 free = shutil.disk_usage(self.output).free
+                names = [self.output / "logs" / f"{self.run_id}.{ending}" for ending in ("txt", "jsonl", "int6.ptz")]
+                taken = [path for path in names if path.exists()]
                 if free < need:
                     problem = f"OUTPUT_DIR={self.output} has {free} bytes free, the model files need {need}; free some"
+                elif taken:
+                    problem = f"RUN_ID={self.run_id}: {taken[0]} exists and is kept; choose another RUN_ID"
                 else:
                     log = RunLog(self.output / "logs", self.run_id)
-            except FileExistsError as error:
-                problem = f"RUN_ID={self.run_id}: {error.filename} exists and is kept; choose another RUN_ID"
             except OSError as error:
                 problem = f"OUTPUT_DIR={self.output} cannot be written ({error}); set OUTPUT_DIR to a folder of yours"
         problem = self.world.broadcast_object(problem)
@@ -1794,7 +1811,7 @@ class Run:
                    "val_files": hp.dataset_dir / "fineweb_val_*.bin", "tokenizer_path": hp.tokenizer_path,
                    "model_path": self.output / "final_model.pt",
                    "quantized_model_path": self.output / "final_model.int6.ptz"}
-        lines = [rule, "Hyperparameters:", *(f"  {name}: {values[name]}" for name in sorted(values)), rule,
+        lines = [rule, "Hyperparameters:", *(f"  {name}: {values[name]}" for name in sorted(values)),
                  self.source.decode("utf-8"), rule, f"Running Python {sys.version}",
                  f"Running PyTorch {torch.__version__}", gpu_report(), rule]
         self.log("\n".join(lines), console=False)
@@ -1866,8 +1883,12 @@ class Run:
         if self.hp.gptq_enabled:
             self.log(f"GPTQ quantization: {len(quantized.gptq)} layers with full GPTQ, {len(quantized.fallback)} "
                      f"fallback to clip-search in {time.perf_counter() - began:.1f}s")
-        if quantized.fallback:
-            self.log(f"WARNING: no usable Hessian, so plain row search: {', '.join(quantized.fallback)}")
+        for what, names in (("needed more damping", quantized.damped), ("got plain row search", quantized.fallback)):
+            if names:
+                self.log(f"WARNING: {len(names)} Hessians did not factor and {what}: {', '.join(names)}")
+        if not all(bool(t.isfinite().all()) for t in quantized.tensors.values()):
+            raise DivergedError("the averaged weights are not finite or too large for fp16 scales; lower MATRIX_LR, "
+                                "TIED_EMBED_LR or SCALAR_LR")
         began = time.perf_counter()
         data, path = pack_artifact(quantized, self.hp.compressor), self.output / "final_model.int6.ptz"
         write_file(path, data)
@@ -1971,17 +1992,28 @@ def main() -> int:
             return 0
         execute(hp)
     except RunError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(2)  # if rank 0 fails too, torchrun ends this process meanwhile and the message comes once
+        print(f"error: {error}", file=sys.stderr)
+        return leave(error.exit_code)
     except Exception:  # noqa: BLE001 - whatever it was, the other ranks must not wait for this one
         print(f"error: rank {os.environ.get('RANK', '0')} failed", file=sys.stderr)
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # no clean shutdown, which could wait for the other ranks: torchrun must see this at once
+        return leave(1)
+    return leave(0)
+
+def leave(code: int) -> int:
+    """Returns the exit code; with several ranks it ends the process at once.
+
+    After a failure a clean shutdown could wait for the other ranks; after success gloo's threads were seen to abort it.
+    """
     if dist.is_initialized():
-        dist.destroy_process_group()
-    return 0
+        if code == 0:
+            dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 if __name__ == "__main__":
     sys.exit(main())
