@@ -20,8 +20,8 @@ import train_gpt as tg  # noqa: E402
 
 TINY = {
     "VOCAB_SIZE": "512", "NUM_LAYERS": "5", "XSA_LAST_N": "5", "NUM_KV_HEADS": "2", "MODEL_DIM": "32",
-    "EMBEDDING_DIM": "32", "NUM_HEADS": "4", "MLP_MULT": "4", "ROPE_DIMS": "4", "VE_DIM": "8", "VE_LAYERS": "3,4", "TRAIN_SEQ_LEN": "64",
-    "EVAL_SEQ_LEN": "64", "EVAL_STRIDE": "16", "TRAIN_BATCH_TOKENS": "1024",
+    "EMBEDDING_DIM": "32", "NUM_HEADS": "4", "MLP_MULT": "4", "ROPE_DIMS": "4", "VE_DIM": "8", "VE_LAYERS": "3,4",
+    "TRAIN_SEQ_LEN": "64", "EVAL_SEQ_LEN": "64", "EVAL_STRIDE": "16", "TRAIN_BATCH_TOKENS": "1024",
 }
 
 
@@ -60,7 +60,8 @@ def run_environment(**changes) -> dict[str, str]:
     known = {name.upper() for name in tg.Hyperparameters.__dataclass_fields__}
     outer = {key: value for key, value in os.environ.items() if key not in known}
     quick = {"DEVICE": "cpu", "MAX_WALLCLOCK_SECONDS": "0", "WARMUP_STEPS": "1", "ITERATIONS": "4",
-             "TRAIN_LOG_EVERY": "1", "VAL_LOSS_EVERY": "0", "EMA_DECAY": "0.5", "GPTQ_CALIBRATION_BATCHES": "2", "OMP_NUM_THREADS": "1"}
+             "TRAIN_LOG_EVERY": "1", "VAL_LOSS_EVERY": "0", "EMA_DECAY": "0.5", "GPTQ_CALIBRATION_BATCHES": "2",
+             "OMP_NUM_THREADS": "1"}
     return {**outer, **TINY, **quick, **{name.upper(): str(value) for name, value in changes.items()}}
 
 

@@ -85,6 +85,7 @@ def copied_artifact_size(base):
     return folder
 
 
+LATE = "def late():\n    import helper\n    return helper\n"
 IMPORTLIB = "import importlib\nimportlib.import_module('helper')\n"
 EXEC = "def late():\n    exec(open(os.path.join(os.path.dirname(__file__), 'tail.txt.gz')).read())\n"
 COMPILE = "def late():\n    import subprocess\n    subprocess.run('cc -O3 ngram.c', shell=True)\n"
@@ -228,7 +229,7 @@ def test_a_packed_script_is_read_inside(inner, expected, tmp_path):
 
 
 def test_what_golf_packs_is_read_inside(tmp_path):
-    script, _ = pack_source((gh.SCRIPT + "import helper\nprint(helper)\n").encode(), "train_gpt.py")
+    script, _ = pack_source((gh.SCRIPT + LATE).encode(), "train_gpt.py")
     folder = gh.build(tmp_path, script=script)
     assert_good(folder)
     assert static.defaults(script) == static.defaults(gh.SCRIPT)
@@ -256,6 +257,24 @@ def test_missing_pythons_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(scripts, "compile_everywhere", lambda source: {"3.10": scripts.NOT_FOUND, "3.11": ""})
     findings = [finding for finding in check_folder(gh.build(tmp_path)) if finding.rule == "pythons"]
     assert [finding.value for finding in findings] == ["not on this machine: Python 3.10"]
+
+
+@pytest.mark.parametrize("changes", [
+    {"seeds": [1.5, "x", True]}, {"seeds": "three"}, {"seeds": {}}, {"seed_results": {"a": False, "42": [], "7": "x"}},
+    {"seed_results": [1, {"seed": "7"}, {}]}, {"track": 5, "date": 20260401}, {"bytes_total": "many", "bytes_code": 1.5},
+    {"val_bpb": "1.1", "val_bpb_std": [1]}, {"val_loss": 1e400}, {"hardware": 8},
+])
+def test_odd_json_is_an_error_not_a_crash(changes, tmp_path):
+    assert rules(changed_json(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("name", ["README.md", "submission.json", "requirements.txt", "train_gpt.py", "train_seed7.log"])
+def test_odd_bytes_are_an_error_not_a_crash(name, tmp_path):
+    folder = gh.build(tmp_path)
+    (folder / name).write_bytes(b"\xff\xfe\x00\n(" * 200)
+    assert rules(folder)
+    (folder / "submission.json").write_text("[1, 2]")
+    assert "schema" in rules(folder)
 
 
 def test_an_empty_folder_is_reported_not_crashed_on(tmp_path):
