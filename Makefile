@@ -11,6 +11,7 @@ has = $(shell $(PYTHON) -c "import importlib.util as u, sys; sys.exit(not all(ma
 SAMPLE := data/sample
 DEMO_OUTPUT ?= demo
 DEMO_SECONDS ?= 60
+SAMPLE_OPTIONS ?=
 ifeq ($(call has,$(RUN_MODULES)),1)
 DEMO_PYTHON := $(PYTHON)
 else
@@ -34,7 +35,7 @@ DEMO_SETTINGS = DATA_DIR=$(SAMPLE) OUTPUT_DIR=$(DEMO_OUTPUT) VOCAB_SIZE=1024 NUM
 
 .PHONY: demo test
 demo:
-	$(DEMO_PYTHON) data/sample_docs.py --out $(SAMPLE)
+	$(DEMO_PYTHON) data/sample_docs.py --out $(SAMPLE) $(SAMPLE_OPTIONS)
 	$(DEMO_PYTHON) data/download_hf_docs_and_tokenize.py --docs-jsonl $(SAMPLE)/docs_selected.jsonl \
 		--tokenizer-config data/tokenizer_specs_sample.json --output-root $(SAMPLE)
 	$(DEMO_SETTINGS) $(DEMO_PYTHON) -m torch.distributed.run --standalone --nproc_per_node=$(DEMO_GPUS) train_gpt.py
