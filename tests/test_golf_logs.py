@@ -76,19 +76,25 @@ def test_a_source_that_holds_a_whole_log(tmp_path):
 
 def test_older_layout_without_settings(tmp_path):
     lines = ["import os", "print(1)", "", gh.RULE, "Running Python 3.12.3", "Running PyTorch 2.6.0", "no gpu", gh.RULE,
-             "world_size:8 grad_accum_steps:1", "seed:1337", "model_params:17059912",
+             "train_loader:dataset:fineweb10B_sp1024 train_shards:25",
+             "val_loader:shards pattern=./data/fineweb_val_*.bin tokens:62021632", "world_size:8 grad_accum_steps:1",
+             "seed:1337", "model_params:17059912",
              "step:0/20000 val_loss:6.9357 val_bpb:4.1077 train_time:0ms step_avg:0.02ms",
              "step:200/20000 train_loss:2.7 train_time:9000ms step_avg:45ms",
              "stopping_early: wallclock_cap train_time:600038ms step:13780/20000",
              "Serialized model int8+zlib: 15815847 bytes (payload:17178912)",
              "Total submission size int8+zlib: 15863489 bytes",
              "final_int8_zlib_roundtrip val_loss:2.0727 val_bpb:1.2276 eval_time:1403ms",
-             "final_int8_zlib_roundtrip_exact val_loss:2.07269931 val_bpb:1.22756440"]
+             "final_int8_zlib_roundtrip_exact val_loss:2.07269931 val_bpb:1.22756440",
+             "final_int8_sliding_window val_loss:2.01 val_bpb:1.1904 stride:64 eval_time:62326ms",
+             "final_int8_sliding_window_exact val_loss:2.01012345 val_bpb:1.19051234"]
     log = read_log(write(tmp_path, "\n".join(lines)))
     assert log.source == "import os\nprint(1)\n" and (log.seed, log.world_size) == (1337, 8)
     assert log.steps == [(200, 2.7, 9.0, None)] and log.steps_done == 13_780
     assert log.train_seconds == pytest.approx(600.038) and log.model_bytes == 15_815_847
-    assert final(log) == (2.07269931, 1.2275644, 1.403)
+    assert (log.train_shards, log.val_tokens) == (25, 62_021_632)
+    assert log.evaluations["int6"] == (2.07269931, 1.2275644, 1.403)
+    assert final(log) == (2.01012345, 1.19051234, 62.326)
 
 
 def test_console_output_has_no_source(tmp_path):
@@ -98,9 +104,16 @@ def test_console_output_has_no_source(tmp_path):
 
 
 def test_scores_after_test_time_training_are_the_official_ones(tmp_path):
-    ttt = "quantized_ttt val_loss:2.5 val_bpb:1.08 eval_time:400000ms\n"
-    log = read_log(write(tmp_path, gh.log_text(42, 2.5275) + ttt))
-    assert final(log) == (2.5, 1.08, 400.0) and log.eval_seconds == pytest.approx(471.002)
+    text = gh.log_text(42, 2.5275).replace("\npre-quant", "\ndiagnostic pre-quant")
+    text = text.replace("Code size", "Code size (raw)")
+    text = text.replace("\nfinal_int6_roundtrip", "\ndiagnostic quantized").replace("\nfinal_int6_sl", "\nquantized_sl")
+    text = text.replace("Total submission size int6+brotli: ", "Total submission size quantized+pergroup: 1")
+    text = text.replace("Serialized model int6+brotli: ", "Serialized model quantized+pergroup: 1")
+    text += "quantized_ttt_phased val_loss:2.5 val_bpb:1.08 eval_time:400000ms\ntotal_eval_time:455.5s\n"
+    log = read_log(write(tmp_path, text))
+    assert final(log) == (2.5, 1.08, 400.0) and log.eval_seconds == 455.5 and log.model_bytes == 115_837_214
+    assert set(log.evaluations) == {"pre_quant", "int6", "sliding", "ttt"}
+    assert log.code_bytes == log.total_bytes - log.model_bytes
 
 
 def test_warnings_are_kept(tmp_path):
