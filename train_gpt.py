@@ -880,13 +880,18 @@ def leaky_square(x: Tensor) -> Tensor:
     return F.leaky_relu(x, 0.5).square()
 
 class Linear(nn.Linear):
-    """Bias-free; the fp32 master weight is cast to the activation's dtype at every use."""
+    """Bias-free; the fp32 master weight is cast to the activation's dtype at every use.
+
+    A gain on the outputs is multiplied into the weight's rows: the same product, but neither the scaled activations
+    nor the sum over all tokens for the gain's gradient pass through memory.
+    """
 
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__(fan_in, fan_out, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+    def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+        weight = self.weight if gain is None else self.weight * gain[:, None]
+        return F.linear(x, weight.to(x.dtype))
 
 class SelfAttention(nn.Module):
     def __init__(self, hp: Hyperparameters, attend: AttentionFunction, use_xsa: bool) -> None:
@@ -899,16 +904,17 @@ class SelfAttention(nn.Module):
         self.c_v = Linear(hp.model_dim, kv_dim)
         self.proj = Linear(hp.model_dim, hp.model_dim)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], value: Tensor | None) -> Tensor:
-        heads = (-1, self.head_dim)
-        q, k, v = self.c_q(x), self.c_k(x), self.c_v(x)
-        v = (v if value is None else v + value).unflatten(-1, heads)
-        q = rotate(rms_norm(q.unflatten(-1, heads)), rope) * self.q_gain.to(x.dtype)[:, None]
-        k = rotate(rms_norm(k.unflatten(-1, heads)), rope)
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], value: Tensor | None, gain: Tensor) -> Tensor:
+        weights = [self.c_q.weight, self.c_k.weight, self.c_v.weight]
+        qkv = F.linear(x, torch.cat(weights).to(x.dtype))  # one product: x is read once, its gradient needs no sum
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split([len(w) for w in weights], dim=-1))
+        v = v if value is None else v + value.unflatten(-1, (-1, self.head_dim))
+        q = rotate(rms_norm(q), rope) * self.q_gain.to(x.dtype)[:, None]
+        k = rotate(rms_norm(k), rope)
         y = self.attend(q, k, v)
         if self.use_xsa:
             y = remove_own_value(y, v)
-        return self.proj(y.flatten(2))
+        return self.proj(y.flatten(2), gain)
 
 class MLP(nn.Module):
     def __init__(self, hp: Hyperparameters) -> None:
@@ -917,8 +923,8 @@ class MLP(nn.Module):
         self.fc = Linear(hp.model_dim, hidden)
         self.proj = Linear(hidden, hp.model_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(leaky_square(self.fc(x)))
+    def forward(self, x: Tensor, gain: Tensor) -> Tensor:
+        return self.proj(leaky_square(self.fc(x)), gain)
 
 class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: int, attend: AttentionFunction) -> None:
@@ -933,8 +939,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, x0: Tensor, rope: tuple[Tensor, Tensor], value: Tensor | None) -> Tensor:
         mix = self.resid_mix.to(x.dtype)
         x = mix[0] * x + mix[1] * x0
-        x = x + self.attn_scale.to(x.dtype) * self.attn(rms_norm(x) * self.norm_scale, rope, value)
-        return x + self.mlp_scale.to(x.dtype) * self.mlp(rms_norm(x) * self.norm_scale)
+        x = x + self.attn(rms_norm(x) * self.norm_scale, rope, value, self.attn_scale)
+        return x + self.mlp(rms_norm(x) * self.norm_scale, self.mlp_scale)
 
 class ValueEmbedding(nn.Module):
     """One table of token values for several layers: proj(embed[ids]) * scale, (B, T, kv_dim)."""
@@ -957,6 +963,7 @@ class GPT(nn.Module):
     def __init__(self, hp: Hyperparameters, attend: AttentionFunction) -> None:
         super().__init__()
         self.hp = hp
+        self.rope: dict[int, tuple[Tensor, Tensor]] = {}  # by length; in the graph they would be computed per element
         self.encoder_layers = hp.num_layers // 2
         skips = min(self.encoder_layers, hp.num_layers - self.encoder_layers)
         self.skip_weights = nn.Parameter(torch.empty(skips, hp.model_dim))
@@ -974,7 +981,7 @@ class GPT(nn.Module):
         """Token ids (B, T) -> normed output (B, T, model_dim)."""
         x = rms_norm(self.tok_emb(ids))
         x = x0 = x if self.embed_proj is None else self.embed_proj(x)
-        rope = rope_tables(self.hp, ids.size(1), ids.device, x.dtype)
+        rope = self.rope.get(ids.size(1)) or rope_tables(self.hp, ids.size(1), ids.device, x.dtype)
         values = self._values(ids)
         skips = []
         for layer, block in enumerate(self.blocks):
@@ -1061,6 +1068,7 @@ def build_model(hp: Hyperparameters, attend: AttentionFunction, device: torch.de
     model = GPT(hp, attend)
     init_weights(model)
     set_precision(model, dtype)
+    model.rope = {length: rope_tables(hp, length, device, dtype) for length in {hp.train_seq_len, hp.eval_seq_len}}
     return model.to(device)
 
 
@@ -1562,24 +1570,23 @@ def quantize_state(state: Mapping[str, Tensor], hessians: dict[str, Tensor], hp:
     return Quantized(tensors, meta, list(gptq), damped, [name for name in hessians if name not in gptq])
 
 class HessianCollector:
-    """Sums X^T X of the inputs of every linear that GPTQ will do; c_q, c_k and c_v share one input, so one sum."""
+    """Sums X^T X of the inputs of every linear that GPTQ will do; c_q, c_k and c_v share their block's input."""
 
     def __init__(self, model: GPT) -> None:
         self.sums: dict[str, Tensor] = {}
-        self.shared: dict[str, str] = {}
+        self.sources: dict[str, str] = {}  # weight -> module whose input it multiplies
         self._hooks = []
         for name, module in model.named_modules():
             weight = f"{name}.weight"
-            if not isinstance(module, Linear) or not name.startswith("blocks."):
+            if not name.startswith("blocks.") or not isinstance(module, Linear):
                 continue
             if storage_class(weight, module.weight, model.hp) != "int6":
                 continue
-            source = re.sub(r"c_[kv]$", "c_q", name)
-            self.shared[weight] = source
+            source = self.sources[weight] = re.sub(r"\.c_[qkv]$", "", name)
             if source not in self.sums:
                 width = module.weight.size(1)
                 self.sums[source] = torch.zeros(width, width, device=module.weight.device)
-                self._hooks.append(module.register_forward_pre_hook(self._adder(source)))
+                self._hooks.append(model.get_submodule(source).register_forward_pre_hook(self._adder(source)))
 
     def _adder(self, source: str) -> Callable[[nn.Module, tuple[Tensor]], None]:
         def add(_module: nn.Module, inputs: tuple[Tensor]) -> None:
@@ -1594,7 +1601,7 @@ class HessianCollector:
         for source, total in self.sums.items():
             assert float(total.diagonal().sum()) != 0, f"no activation reached {source} during calibration"
             total.div_(batches)
-        return {weight: self.sums[source] for weight, source in self.shared.items()}
+        return {weight: self.sums[source] for weight, source in self.sources.items()}
 
 @torch.no_grad()
 def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog) -> dict[str, Tensor]:
