@@ -317,6 +317,8 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    control: Any = None  # group and stream for small messages, which must not wait for queued GPU work
+    control_stream: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -326,10 +328,20 @@ class World:
         """Every rank's numbers, in rank order, on every rank."""
         if self.size == 1:
             return [values]
-        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine)
-        return [row.tolist() for row in rows]
+        with torch.cuda.stream(self.control_stream):
+            mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+            rows = [torch.empty_like(mine) for _ in range(self.size)]
+            dist.all_gather(rows, mine, group=self.control)
+            return torch.stack(rows).tolist()
+
+    def fetch(self, scalar: Tensor) -> Callable[[], float]:
+        """Starts copying a number to the host; the returned call waits for it, not for work queued afterwards."""
+        if self.device.type != "cuda":
+            return lambda: float(scalar)
+        host, done = torch.empty((), dtype=scalar.dtype, pin_memory=True), torch.cuda.Event()
+        host.copy_(scalar, non_blocking=True)
+        done.record()
+        return lambda: float((done.synchronize(), host)[1])
 
     def gather_stacked(self, part: Tensor) -> tuple[Tensor, Any]:
         """All ranks' equal parts, stacked along the first dimension, and the work to wait for (None with one rank)."""
@@ -420,7 +432,8 @@ def join_world(hp: Hyperparameters, environ: Mapping[str, str]) -> World:
         # Half an hour: the longest wait is for rank 0's compression, about a minute at full size.
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30),
                                 device_id=device if device.type == "cuda" else None)
-    return World(rank, size, device)
+    control = dist.new_group() if size > 1 else None
+    return World(rank, size, device, control, torch.cuda.Stream(device) if device.type == "cuda" else None)
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
@@ -1318,23 +1331,28 @@ class Trainer:
             yield data
         finally:
             data.close()
+            synchronize(self.world.device)
             self.clock.stop()
             self.last_read_seconds = data.last_read_seconds
 
-    def step(self, data: Prefetcher, step: int, factor: float) -> Tensor:
-        """One optimizer step; returns the mean loss over this rank's micro-batches, on the device."""
+    def step(self, data: Prefetcher, step: int, factor: float) -> Callable[[], float]:
+        """Queues one optimizer step; the returned call waits for the mean loss of this rank's micro-batches.
+
+        It does not wait for the optimizers: meanwhile the next step is queued, and the GPU never idles in between.
+        """
         total = torch.zeros((), device=self.world.device)
         for _ in range(self.plan.grad_accum_steps):
             loss = self.loss_function(*data.next())
             (loss / self.plan.grad_accum_steps).backward()
             total += loss.detach()
+        mean_loss = self.world.fetch(total / self.plan.grad_accum_steps)
         self.world.average_gradients(self.parameters)
         if self.hp.grad_clip_norm > 0:
             nn.utils.clip_grad_norm_(self.parameters, self.hp.grad_clip_norm)
         self.optimizers.step(factor, muon_momentum(step, self.hp))
         for p in self.parameters:
             p.grad = None
-        return total / self.plan.grad_accum_steps
+        return mean_loss
 
     def warm_up(self) -> None:
         """Compiles and settles everything on real shapes, then puts weights and optimizers back to their start."""
@@ -1368,15 +1386,16 @@ class Trainer:
                 if cap and seconds >= cap:
                     break
                 if hp.val_loss_every and self.steps_done % hp.val_loss_every == 0 and self.steps_done < hp.iterations:
+                    synchronize(self.world.device)
                     self.clock.stop()
                     log_validation(self.log, hp, self.steps_done, self.evaluator.full())
                     self.clock.start()
-        self._report_end(seconds, data)
+        self._report_end(self.clock.seconds, data)
         return ema
 
-    def _agree(self, loss: Tensor, where: str) -> tuple[float, float]:
-        """Waits for the device; the slowest rank's seconds and the mean loss over ranks, equal on every rank."""
-        value = float(loss)
+    def _agree(self, loss: Callable[[], float], where: str) -> tuple[float, float]:
+        """Waits for the loss; the slowest rank's seconds and the mean loss over ranks, equal on every rank."""
+        value = loss()
         rows = self.world.gather([self.clock.seconds, value])
         broken = [rank for rank, (_, loss_here) in enumerate(rows) if not math.isfinite(loss_here)]
         if broken:

@@ -1,6 +1,7 @@
 """What one training step costs: tokens/s, milliseconds by part, share of the GPU's peak, memory.
 
     python bench/train_step.py [--steps 30] [--profile] [--out bench/results/NAME.json]
+    torchrun --standalone --nproc_per_node=2 bench/train_step.py
 
 Takes the settings of train_gpt.py from the environment (TRAIN_BATCH_TOKENS, MICRO_BATCH_TOKENS, ATTENTION, ...);
 without shards in DATA_DIR it writes random ones to a temporary folder: the time does not depend on the text.
@@ -168,6 +169,10 @@ def main() -> None:
         if environment.get("DATA_DIR") == folder:
             write_random_shards(hp, 4 * hp.train_batch_tokens)
         result = measure(args, hp)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if os.environ.get("RANK", "0") != "0":
+        return
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({key: value for key, value in result.items() if key != "kernels"}, indent=1))

@@ -144,7 +144,7 @@ calls = []
 def broken(self, *args, **kwargs):
     calls.append(1)
     loss = step(self, *args, **kwargs)
-    return loss * float("nan") if os.environ["RANK"] == "1" and len(calls) == {call} else loss
+    return (lambda: float("nan")) if os.environ["RANK"] == "1" and len(calls) == {call} else loss
 
 train_gpt.Trainer.step = broken
 """
