@@ -5,7 +5,7 @@ VENV ?= .venv
 
 # When the Python that runs make has the packages already (a GPU image), it is used as it is; else a virtual environment.
 RUN_MODULES := torch numpy sentencepiece brotli huggingface_hub tqdm
-TEST_MODULES := $(RUN_MODULES) pytest hypothesis ruff
+TEST_MODULES := $(RUN_MODULES) pytest hypothesis ruff scipy jsonschema rich matplotlib python_minifier
 has = $(shell $(PYTHON) -c "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, '$(1)'.split())))" && echo 1)
 
 SAMPLE := data/sample
@@ -49,6 +49,6 @@ $(VENV)/.installed: requirements.txt
 	$(VENV)/bin/python -m pip install -q $(TORCH) -r requirements.txt
 	touch $@
 
-$(VENV)/.installed-tests: $(VENV)/.installed tests/requirements.txt
+$(VENV)/.installed-tests: $(VENV)/.installed tests/requirements.txt golf/requirements.txt
 	$(VENV)/bin/python -m pip install -q $(TORCH) -r tests/requirements.txt
 	touch $@

@@ -6,8 +6,8 @@
     python train_gpt.py --help                                # every setting, its default and meaning
 
 Settings are environment variables. This file plus the compressed weights must fit in 16,000,000 bytes.
-Read from top to bottom: settings, machine, data, attention, model, optimizers, training, quantisation,
-artifact, evaluation, main. Importing it does nothing. Hard limit: 1,900 lines.
+Read from top to bottom: settings, machine, data, attention, model, optimizers, evaluation, training,
+quantisation, artifact, run. Importing it does nothing.
 """
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import difflib
 import glob
+import hashlib
 import io
 import json
 import lzma
@@ -160,6 +161,7 @@ class Hyperparameters:
     gptq_enabled: bool = setting(True, "GPTQ with Hessians from training data; else row search")
     gptq_calibration_batches: int = setting(64, "micro-batches for the Hessians", above=0)
     gptq_reserve_seconds: float = setting(10.0, "part of the cap kept for the Hessians", least=0)
+    target_total_bytes: int = setting(15_990_000, "code plus artifact over it is quantised coarser (0: off)", least=0)
     control_tensor_name_patterns: str = setting(
         "attn_scale,mlp_scale,resid_mix,q_gain,skip_weight,skip_gates,ve_layer_scales,ve_shared.scale",
         "parameters that stay fp32 and out of Muon and int8, by part of name",
@@ -1448,11 +1450,14 @@ def storage_class(name: str, tensor: Tensor, hp: Hyperparameters) -> str:
         return "passthrough_ctrl"
     return "int6" if ".attn." in name or ".mlp." in name or name == "ve_shared.proj.weight" else "int8"
 
-def int6_row_scales(weight: Tensor) -> Tensor:
-    """Candidate scales of (R, C), one set of R per clip quantile, fp32 values representable in fp16: (5, R)."""
+def int6_row_scales(weight: Tensor, coarseness: float = 1.0) -> Tensor:
+    """Candidate scales of (R, C), one set of R per clip quantile, fp32 values representable in fp16: (5, R).
+
+    The recipe's scales times `coarseness`, which trades precision for bytes.
+    """
     quantiles = torch.tensor(INT6_CLIP_QUANTILES, dtype=torch.float32, device=weight.device)
     clip = torch.quantile(weight.float().abs(), quantiles, dim=1)
-    return (clip / INT6_MAX).clamp_min(1 / INT6_MAX).half().float()
+    return ((clip / INT6_MAX).clamp_min(1 / INT6_MAX) * coarseness).half().float()
 
 def best_candidate(weight: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Of codes (5, R, C) with scales (5, R), the first with the least mean squared error: int8 (R, C), fp16 (R)."""
@@ -1460,9 +1465,9 @@ def best_candidate(weight: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tenso
     best = int(errors.argmin())
     return codes[best].to(torch.int8), scales[best].half()
 
-def quantize_int6_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_int6_rows(weight: Tensor, coarseness: float = 1.0) -> tuple[Tensor, Tensor]:
     """Row search without a Hessian: (R, C) -> codes int8 in +-31 and scales fp16 (R)."""
-    weight, scales = weight.float(), int6_row_scales(weight)
+    weight, scales = weight.float(), int6_row_scales(weight, coarseness)
     codes = (weight / scales[..., None]).round().clamp(-INT6_MAX, INT6_MAX)
     return best_candidate(weight, codes, scales)
 
@@ -1521,9 +1526,10 @@ def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor) -> Tensor:
         weight[:, :, end:] -= errors @ upper[:, start:end, end:]
     return codes
 
-def quantize_int6_gptq(weights: list[Tensor], factors: list[HessianFactor]) -> list[tuple[Tensor, Tensor]]:
+def quantize_int6_gptq(weights: list[Tensor], factors: list[HessianFactor],
+                       coarseness: float = 1.0) -> list[tuple[Tensor, Tensor]]:
     """GPTQ of all matrices of one shape (R, C) at once, the five clip candidates as further rows."""
-    candidates = torch.stack([int6_row_scales(w) for w in weights])  # from the whole weight, dead columns too
+    candidates = torch.stack([int6_row_scales(w, coarseness) for w in weights])  # with dead columns
     ordered = torch.stack([w.float().masked_fill(f.dead, 0.0)[:, f.order] for w, f in zip(weights, factors)])
     count, clips = len(weights), candidates.size(1)
     codes = gptq_codes(ordered.repeat(1, clips, 1), candidates.flatten(1), torch.stack([f.upper for f in factors]))
@@ -1555,23 +1561,27 @@ class Quantized:
     damped: list[str]
     fallback: list[str]
 
-def quantize_matrices(matrices: dict[str, Tensor], hessians: dict[str, Tensor]) -> tuple[dict, dict[str, float]]:
+def quantize_matrices(matrices: dict[str, Tensor], hessians: dict[str, Tensor],
+                      coarseness: float) -> tuple[dict, dict[str, float]]:
     """int6 codes and scales by name, and the damping of each that GPTQ did; the others are row-searched."""
     factors = {n: f for n in matrices if n in hessians and (f := factor_hessian(hessians[n])) is not None}
-    results = {name: quantize_int6_rows(w) for name, w in matrices.items() if name not in factors}
+    results = {name: quantize_int6_rows(w, coarseness) for name, w in matrices.items() if name not in factors}
     by_shape = defaultdict(list)
     for name in factors:
         by_shape[matrices[name].shape].append(name)
     for names in by_shape.values():
-        results.update(zip(names, quantize_int6_gptq([matrices[n] for n in names], [factors[n] for n in names])))
+        done = quantize_int6_gptq([matrices[n] for n in names], [factors[n] for n in names], coarseness)
+        results.update(zip(names, done))
     return results, {name: factor.damping for name, factor in factors.items()}
 
 @torch.no_grad()
-def quantize_state(state: Mapping[str, Tensor], hessians: dict[str, Tensor], hp: Hyperparameters) -> Quantized:
+def quantize_state(state: Mapping[str, Tensor], hessians: dict[str, Tensor], hp: Hyperparameters,
+                   coarseness: float = 1.0) -> Quantized:
     """Every tensor of a state dict in its storage class, in state-dict order; results are on the CPU."""
     classes = {name: storage_class(name, t, hp) for name, t in state.items()}
     with full_fp32():
-        int6, gptq = quantize_matrices({n: state[n] for n, kind in classes.items() if kind == "int6"}, hessians)
+        matrices = {name: state[name] for name, kind in classes.items() if kind == "int6"}
+        int6, gptq = quantize_matrices(matrices, hessians, coarseness)
     tensors: dict[str, Tensor] = {}
     meta: dict[str, Any] = {}
     for name, tensor in state.items():
@@ -1762,7 +1772,7 @@ SUMMARY_FORMATS = {
     "val_bpb": ".8f", "val_loss": ".8f", "pre_quant_val_bpb": ".8f", "int6_val_bpb": ".8f", "train_seconds": ".1f",
     "hessian_seconds": ".1f", "train_data_last_read_seconds": ".1f", "eval_seconds": ".1f", "total_seconds": ".1f",
     "steps": "d", "tokens": "d", "tokens_per_second": ".0f", "peak_memory_mib": "d", "code_bytes": "d",
-    "model_bytes": "d", "total_bytes": "d", "headroom_bytes": "d", "parameters": "d"}
+    "model_bytes": "d", "total_bytes": "d", "headroom_bytes": "d", "int6_scale_factor": ".4f", "parameters": "d"}
 
 class Run:
     """One run on one rank: checks first, then train, write, re-read and score, then the summary."""
@@ -1794,6 +1804,7 @@ class Run:
         self.log_head()
         for line in self.banner(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, compile_reason):
             self.log(line)
+        self.log(f"sha256 of the script: {hashlib.sha256(self.source).hexdigest()}")
         for name in sorted(set(IGNORED_SETTINGS) & set(environ)):
             self.log(f"WARNING: {name} is set, but nothing reads it; the published script ignores it too")
 
@@ -1904,25 +1915,46 @@ class Run:
         return self.world.broadcast_object(hessian_seconds)
 
     def write_quantized(self, hessians: dict[str, Tensor]) -> None:
-        began, label = time.perf_counter(), f"int6+{self.hp.compressor}"
-        quantized = quantize_state(self.model.state_dict(), hessians, self.hp)
+        label, path = f"int6+{self.hp.compressor}", self.output / "final_model.int6.ptz"
+        quantized, data = self.quantize_to_fit(hessians)
         if self.hp.gptq_enabled:
             self.log(f"GPTQ quantization: {len(quantized.gptq)} layers with full GPTQ, {len(quantized.fallback)} "
-                     f"fallback to clip-search in {time.perf_counter() - began:.1f}s")
+                     "fallback to clip-search")
         for what, names in (("needed more damping", quantized.damped), ("got plain row search", quantized.fallback)):
             if names:
                 self.log(f"WARNING: {len(names)} Hessians did not factor and {what}: {', '.join(names)}")
-        if not all(bool(t.isfinite().all()) for t in quantized.tensors.values()):
-            raise DivergedError("the averaged weights are not finite or too large for fp16 scales; lower MATRIX_LR, "
-                                "TIED_EMBED_LR or SCALAR_LR")
-        began = time.perf_counter()
-        data, path = pack_artifact(quantized, self.hp.compressor), self.output / "final_model.int6.ptz"
         write_file(path, data)
+        self.log(f"sha256 of the artifact: {hashlib.sha256(data).hexdigest()}")
         with contextlib.suppress(OSError):  # the next run replaces `path`; under this name the file stays
             os.link(path, self.output / "logs" / f"{self.run_id}.int6.ptz")
-        self.log(f"compression: {time.perf_counter() - began:.1f}s")
         self.log(f"Serialized model {label}: {len(data)} bytes")
         self.log(f"Total submission size {label}: {len(data) + len(self.source)} bytes")
+
+    def quantize_to_fit(self, hessians: dict[str, Tensor]) -> tuple[Quantized, bytes]:
+        """Quantises and packs; while over TARGET_TOTAL_BYTES, again with coarser int6 scales, the same on every run.
+
+        Doubling the scales saves about a bit per int6 weight. A margin and a second try cover what it saves less.
+        """
+        coarseness, target = 1.0, self.hp.target_total_bytes
+        for _ in range(6):
+            began = time.perf_counter()
+            quantized = quantize_state(self.model.state_dict(), hessians, self.hp, coarseness)
+            quantized_at = time.perf_counter()
+            if not all(bool(t.isfinite().all()) for t in quantized.tensors.values()):
+                raise DivergedError("the averaged weights are not finite or too large for fp16 scales; lower MATRIX_LR "
+                                    "or TIED_EMBED_LR")
+            data = pack_artifact(quantized, self.hp.compressor)
+            packed_at = time.perf_counter()
+            self.log(f"quantization: {quantized_at - began:.1f}s compression: {packed_at - quantized_at:.1f}s")
+            self.results["int6_scale_factor"] = coarseness
+            total = len(data) + len(self.source)
+            codes = sum(t.numel() for name, t in quantized.tensors.items() if name.endswith(".q"))
+            if not 0 < target < total or not codes:
+                break
+            coarseness *= 2 ** (8 * (1.1 * (total - target) + 2000) / codes)
+            self.log(f"WARNING: {total} bytes are over TARGET_TOTAL_BYTES={target}: quantised again with int6 scales "
+                     f"times {coarseness:.4f}")
+        return quantized, data
 
     def check_clock(self, trainer: Trainer) -> None:
         """States when training data was last read, and fails the run if that was past the cap."""

@@ -324,6 +324,21 @@ def test_exceeding_the_size_cap_is_said_and_keeps_the_files(limits):
     assert (folder / "final_model.int6.ptz").is_file() and (folder / "final_model.pt").is_file()
 
 
+def test_an_artifact_over_the_target_is_quantised_again_until_it_fits(tmp_path):
+    folder = new_folder(tmp_path, "target")
+    large = {name.lower(): value for name, value in LARGE.items()} | {"sliding_window_enabled": 0, "iterations": 2}
+    free = summary_block(run_script(folder, run_id="free", target_total_bytes=0, **large).stdout)
+    target = int(free["total_bytes"]) - 15_000
+    result = run_script(folder, run_id="fitted", target_total_bytes=target, **large)
+    assert result.returncode == 0, result.stderr
+    block = summary_block(result.stdout)
+    assert target - 20_000 < int(block["total_bytes"]) <= target
+    assert float(free["int6_scale_factor"]) == 1 < float(block["int6_scale_factor"]) < 2
+    assert f"over TARGET_TOTAL_BYTES={target}" in result.stdout
+    assert block["pre_quant_val_bpb"] == free["pre_quant_val_bpb"]
+    assert float(block["int6_val_bpb"]) - float(block["pre_quant_val_bpb"]) < 0.03
+
+
 # -- refused before the first step -------------------------------------------------------------------------------------
 
 

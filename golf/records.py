@@ -1,0 +1,145 @@
+"""A record folder: its submission.json in any published variant, its logs, and the numbers that follow from them."""
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from golf.logs import Log, final, read_log
+
+RECORDS = Path(__file__).resolve().parent.parent / "records"
+SIZE_CAP_BYTES, TRAIN_CAP_SECONDS, EVAL_CAP_SECONDS = 16_000_000, 600, 600
+RECORD_MARGIN_NATS, RECORD_ALPHA, RECORD_SEEDS = 0.005, 0.01, 3
+TRACKS = {"10min_16mb": "at most 600 s of training on 8 x H100 SXM and 600 s of evaluation",
+          "non_record_16mb": "any machine and any training time; the size cap is the same"}
+FOLDER_NAME = re.compile(r"(\d{4}-\d{2}-\d{2})_([A-Za-z0-9][A-Za-z0-9.+_-]*)")
+# Where published files keep a number that `new` writes under the first name.
+ALIASES = {"val_bpb": ("mean_val_bpb", "mean_bpb"), "val_loss": ("mean_val_loss", "mean_loss"),
+           "val_bpb_std": ("std_bpb", "bpb_std"), "bytes_code": ("code_bytes",),
+           "bytes_total": ("artifact_bytes", "total_bytes"), "seed_results": ("seed_scores",)}
+RESULT_ALIASES = {"val_bpb": ("bpb", "final_bpb"), "val_loss": ("loss",), "steps": ("step",),
+                  "artifact_bytes": ("bytes_total", "total_bytes"), "train_seconds": ("train_time_s",),
+                  "eval_seconds": ("eval_time_s",)}
+
+
+@dataclass
+class Record:
+    """What a folder holds. A part that cannot be read is None or missing, with the reason in `broken`."""
+
+    folder: Path
+    raw: Any = None  # submission.json as it is
+    submission: dict[str, Any] = field(default_factory=dict)  # under the names that `new` writes
+    results: dict[int, dict[str, Any]] = field(default_factory=dict)  # seed_results
+    seeds: list[int] = field(default_factory=list)  # as submission.json states them
+    variants: list[str] = field(default_factory=list)  # what was read under another name or shape
+    logs: list[Log] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    may_import: bool = True  # whether rules may run the script's import
+
+    @property
+    def script(self) -> Path:
+        return self.folder / "train_gpt.py"
+
+    @property
+    def track(self) -> str:
+        """From the parent folder, else from submission.json; `10min_16mb` when neither says it."""
+        names = (self.folder.resolve().parent.name, str(self.submission.get("track", "")))
+        return next((track for track in map(track_name, names) if track), "10min_16mb")
+
+
+def track_name(text: str) -> str | None:
+    name = text.lower().replace("-", "_").replace(" ", "_").removeprefix("track_")
+    return next((track for track in TRACKS if name in (track, track.removesuffix("_16mb"))), None)
+
+
+def is_date(text: Any) -> bool:
+    try:
+        return date.fromisoformat(str(text)[:10]).isoformat() == str(text)[:10]
+    except ValueError:
+        return False
+
+
+def log_files(folder: Path) -> list[Path]:
+    """Every log in a folder, or in its logs/ when it holds none itself."""
+    for place in (folder, folder / "logs"):
+        found = sorted([*place.glob("*.log"), *(p for p in place.glob("*.txt") if p.name != "requirements.txt")])
+        if found:
+            return found
+    return []
+
+
+def read_record(folder: Path) -> Record:
+    """Reads what is readable. Raises ValueError only when `folder` is no folder."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; give a folder such as records/track_10min_16mb/2026-04-01_Name")
+    record = Record(folder)
+    try:
+        record.raw = json.loads((folder / "submission.json").read_text(encoding="utf-8"))
+        if isinstance(record.raw, dict):
+            normalise(record)
+    except FileNotFoundError:
+        pass  # the rule about files says it
+    except (ValueError, OSError) as error:
+        record.broken.append(f"submission.json: {error}")
+    for path in log_files(folder):
+        try:
+            record.logs.append(with_seed(read_log(path, records=False)))
+        except (ValueError, OSError) as error:
+            record.broken.append(str(error))
+    return record
+
+
+def with_seed(log: Log) -> Log:
+    """Logs without settings get their seed from the file's name."""
+    named = re.search(r"seed[_-]?(\d+)", log.path.name)
+    if log.seed is None and named:
+        log.seed = int(named[1])
+    return log
+
+
+def rename(values: dict[str, Any], aliases: dict[str, tuple[str, ...]], variants: list[str]) -> dict[str, Any]:
+    renamed = dict(values)
+    for name, others in aliases.items():
+        for other in others:
+            if name not in renamed and other in values:
+                renamed[name] = renamed.pop(other)
+                variants.append(f"{other} read as {name}")
+    return renamed
+
+
+def normalise(record: Record) -> None:
+    submission = rename(record.raw, ALIASES, record.variants)
+    seeds, results = submission.get("seeds"), submission.get("seed_results")
+    if isinstance(seeds, dict):
+        record.variants.append("seeds holds the results of each seed")
+        results = results or seeds
+    if isinstance(results, list):
+        record.variants.append("seed_results is a list")
+        results = {row.get("seed"): row for row in results if isinstance(row, dict)}
+    for key, row in (results or {}).items() if isinstance(results, dict) else ():
+        if isinstance(row, (int, float)):
+            row = {"val_bpb": row}
+        if isinstance(row, dict) and (digits := re.search(r"\d+", str(key))):
+            record.results[int(digits[0])] = rename(row, RESULT_ALIASES, record.variants)
+    listed = seeds if isinstance(seeds, list) else list(record.results)
+    record.seeds = [int(seed) for seed in listed if str(seed).isdigit()]
+    record.submission, record.variants = submission, sorted(set(record.variants))
+
+
+def facts(log: Log) -> dict[str, float | None]:
+    """A finished run's numbers under submission.json's names: nats, bpb, bytes, steps, seconds.
+
+    Raises ValueError for a run without a score."""
+    loss, bpb, _ = final(log)
+    train, evaluation = (None if x is None else round(x, 3) for x in (log.train_seconds, log.eval_seconds))
+    return {"val_loss": loss, "val_bpb": bpb, "artifact_bytes": log.total_bytes, "steps": log.steps_done,
+            "train_seconds": train, "eval_seconds": evaluation}
+
+
+def mean_std(values: list[float]) -> tuple[float, float | None]:
+    """Mean and sample standard deviation; None for a single value."""
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None

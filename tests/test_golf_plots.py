@@ -1,0 +1,158 @@
+"""`golf plot` and `golf report`: pictures of runs, and a page that needs nothing else."""
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from PIL import Image
+
+from golf import plots
+from golf.cli import main
+from golf.logs import read_log
+
+RULE = "=" * 100
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def golf(*arguments):
+    return subprocess.run([sys.executable, "-m", "golf", *map(str, arguments)], cwd=ROOT, capture_output=True,
+                          text=True, check=False, timeout=120)
+
+
+def write_log(folder, seed: int, records: bool = True):
+    """A run of 40 steps whose losses, rates and sizes follow from the seed."""
+    lines = [RULE, "Hyperparameters:", f"  seed: {seed}", "  muon_wd: 0.085", "  train_batch_tokens: 1000", RULE,
+             "print('<b>source</b>')", RULE, "Running Python 3.11", "Running PyTorch 2.11", RULE,
+             "0/40 val_loss: 8.3000 val_bpb: 3.6000"]
+    lines += [f"{n}/40 train_loss: {8 - n / 10 + seed / 1000:.4f} train_time: {n / 60:.1f}m tok/s: {1000 + n}"
+              for n in range(1, 41)]
+    lines += ["40/40 val_loss: 4.1000 val_bpb: 1.8000", "WARNING: <script>alert(1)</script>",
+              "Serialized model int6+brotli: 15000000 bytes", "Code size: 60000 bytes",
+              "final_int6_roundtrip val_loss:4.2 val_bpb:1.82 eval_time:1000ms",
+              f"final_int6_sliding_window val_loss:4.0 val_bpb:{1.75 + seed / 1e5} eval_time:9000ms"]
+    path = folder / f"seed{seed}.txt"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if records:
+        steps = [{"type": "step", "step": n, "train_loss": 8 - n / 10, "train_seconds": n / 2,
+                  "tokens_per_second": 2000, "lr_factor": 1 - n / 40} for n in range(1, 41)]
+        path.with_suffix(".jsonl").write_text("\n".join(map(json.dumps, steps)) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("logs")
+    return [write_log(folder, 42), write_log(folder, 1337, records=False)]
+
+
+@pytest.fixture(scope="module")
+def report(logs):
+    out = logs[0].with_name("report.html")
+    result = golf("report", *logs, "-o", out, "--json")
+    assert result.returncode == 0, result.stderr
+    return out, json.loads(result.stdout)
+
+
+class Canvas:
+    """Takes the place of matplotlib's axes and keeps what was plotted."""
+
+    def __init__(self):
+        self.lines, self.bars = [], []
+
+    def plot(self, x, y, *style, label=None, **_):
+        self.lines.append((label, list(x) if hasattr(x, "__len__") else [x], list(y) if hasattr(y, "__len__") else [y]))
+
+    def barh(self, names, widths, **_):
+        self.bars.append((names, widths))
+
+    def set(self, *_, **__):
+        pass
+
+    axvline = set
+
+
+def drawn(title, logs):
+    canvas = Canvas()
+    assert plots.PANELS[title](canvas, [read_log(path) for path in logs])
+    return canvas
+
+
+def test_losses_stand_at_their_steps_and_seconds(logs):
+    by_steps = drawn("Loss against steps", logs).lines
+    assert [label for label, *_ in by_steps] == ["seed 42 (seed42), train", "seed 42 (seed42), validation",
+                                                 "seed 1337 (seed1337), train", "seed 1337 (seed1337), validation"]
+    assert by_steps[0][1] == list(range(1, 41)) and by_steps[0][2][-1] == 4.0
+    by_seconds = drawn("Loss against seconds", logs).lines
+    assert by_seconds[0][1] == [n / 2 for n in range(1, 41)] and by_seconds[1][1] == [0.0, 20.0]
+
+
+def test_final_scores_stand_at_the_end(logs):
+    ends = [(x[0], y[0]) for _, x, y in drawn("Bits per byte against seconds", logs[:1]).lines if len(x) == 1]
+    assert ends == [(20.0, 1.82), (20.0, 1.75042)]
+
+
+def test_rate_needs_records_and_sizes_need_none(logs):
+    assert [label for label, *_ in drawn("Learning rate", logs).lines] == ["seed 42 (seed42)"]
+    assert not plots.draw_rate(Canvas(), [read_log(logs[1])])
+    assert [widths for _, widths in drawn("Size", logs).bars] == [[60000, 60000], [15000000, 15000000]]
+
+
+def test_plot_is_a_picture_and_is_never_overwritten_unasked(logs, tmp_path, capsys):
+    out = tmp_path / "runs.png"
+    result = golf("plot", *logs, "-o", out)
+    assert result.returncode == 0 and "standard deviation" in result.stdout
+    with Image.open(out) as image:
+        assert image.size[0] > 1000 and len(image.convert("L").getcolors(256)) > 10
+    again = ["plot", str(logs[0]), "-o", str(out)]
+    assert main(again) == 2 and "exists and is kept" in capsys.readouterr().err
+    assert main([*again, "--force"]) == 0
+
+
+def test_report_is_one_file_without_references(report):
+    text = report[0].read_text(encoding="utf-8")
+    assert text.isascii() and 'name="viewport"' in text and "@media print" in text
+    targets = re.findall(r'(?:src|href)="([^"]{0,30})', text) + re.findall(r"url\(", text)
+    assert len(targets) == len(plots.PANELS) and all(t.startswith("data:image/svg+xml;base64,") for t in targets)
+    assert "<script" not in text and "&lt;script&gt;" in text and "source</b>" not in text
+    for part in ("1.75042", "1.76337", "15,060,000", "Settings that differ", "muon_wd"):
+        assert part in text
+
+
+def test_json_has_the_numbers_of_each_run(report):
+    rows = report[1]["runs"]
+    assert [row["final bpb"] for row in rows] == [1.75042, 1.76337] and rows[0]["total bytes"] == 15_060_000
+    assert rows[0]["train s"] == 20.0 and rows[0]["eval s"] == 10.0
+
+
+def test_unfinished_run_is_drawn_too(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("1/40 train_loss: 5.0 train_time: 0.1m tok/s: 7\n", encoding="utf-8")
+    assert main(["report", str(path), "-o", str(tmp_path / "a.html")]) == 0
+
+
+def test_file_that_is_no_log_is_one_clear_message(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("nothing\n", encoding="utf-8")
+    for name in ("a.txt", "missing.txt"):
+        assert main(["plot", str(tmp_path / name), "-o", str(tmp_path / "a.png")]) == 2
+        assert name in capsys.readouterr().err
+        assert not (tmp_path / "a.png").exists()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+def test_report_shows_its_pictures_on_a_narrow_screen(report, tmp_path):
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+             "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    shot = tmp_path / "shot.png"
+    subprocess.run([CHROMIUM, *flags, f"--user-data-dir={tmp_path}", "--window-size=500,4000", f"--screenshot={shot}",
+                    report[0].as_uri()], check=True, capture_output=True, timeout=60)
+    with Image.open(shot) as image:
+        pixels = image.convert("RGB")
+    assert pixels.size == (500, 4000)
+    right_margin = [pixels.getpixel((x, y)) for x in range(490, 500) for y in range(0, 4000, 7)]
+    assert set(right_margin) == {(255, 255, 255)}  # nothing sticks out of the page: tables scroll
+    blue = (31, 119, 180)  # the first run's colour, in every picture but none of the text
+    rows = [y for y in range(4000) if any(pixels.getpixel((x, y)) == blue for x in range(0, 500, 3))]
+    assert max(rows) - min(rows) > 1500
