@@ -1450,13 +1450,18 @@ def storage_class(name: str, tensor: Tensor, hp: Hyperparameters) -> str:
         return "passthrough_ctrl"
     return "int6" if ".attn." in name or ".mlp." in name or name == "ve_shared.proj.weight" else "int8"
 
+def row_quantiles(weight: Tensor, quantiles: tuple[float, ...]) -> Tensor:
+    """Quantiles of |w| along each row of (R, C), fp32 (len(quantiles), R); torch.quantile takes 16 million at most."""
+    q = torch.tensor(quantiles, dtype=torch.float32, device=weight.device)
+    parts = weight.float().abs().split(max(1, 2**23 // weight.size(1)))
+    return torch.cat([torch.quantile(part, q, dim=1) for part in parts], dim=1)
+
 def int6_row_scales(weight: Tensor, coarseness: float = 1.0) -> Tensor:
     """Candidate scales of (R, C), one set of R per clip quantile, fp32 values representable in fp16: (5, R).
 
     The recipe's scales times `coarseness`, which trades precision for bytes.
     """
-    quantiles = torch.tensor(INT6_CLIP_QUANTILES, dtype=torch.float32, device=weight.device)
-    clip = torch.quantile(weight.float().abs(), quantiles, dim=1)
+    clip = row_quantiles(weight, INT6_CLIP_QUANTILES)
     return ((clip / INT6_MAX).clamp_min(1 / INT6_MAX) * coarseness).half().float()
 
 def best_candidate(weight: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -1474,7 +1479,7 @@ def quantize_int6_rows(weight: Tensor, coarseness: float = 1.0) -> tuple[Tensor,
 def quantize_int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(R, C) -> codes int8 in +-127 and scales fp16 (R). Each row is clipped at a quantile; the fp32 scale rounds."""
     weight = weight.float()
-    clip = torch.quantile(weight.abs(), INT8_CLIP_QUANTILE, dim=1, keepdim=True)
+    clip = row_quantiles(weight, (INT8_CLIP_QUANTILE,)).T
     scale = (clip / INT8_MAX).clamp_min(1 / INT8_MAX)
     codes = (weight.clamp(-clip, clip) / scale).round().clamp(-INT8_MAX, INT8_MAX)
     return codes.to(torch.int8), scale.squeeze(1).half()

@@ -952,3 +952,10 @@ def test_variables_of_others_are_not_taken_for_settings():
             "NCCL_DEBUG": "INFO",
         }
     )
+
+
+def test_tables_larger_than_quantile_takes_are_quantised():
+    weight = torch.randn(40_000, 512, generator=torch.Generator().manual_seed(0))
+    codes, scale = tg.quantize_int8_rows(weight)
+    assert codes.shape == weight.shape and scale.shape == (40_000,)
+    assert (codes.float() * scale.float()[:, None] - weight).abs().max() < 0.03
