@@ -5,7 +5,7 @@ VENV ?= .venv
 
 # When the Python that runs make has the packages already (a GPU image), it is used as it is; else a virtual environment.
 RUN_MODULES := torch numpy sentencepiece brotli huggingface_hub tqdm
-TEST_MODULES := $(RUN_MODULES) pytest hypothesis ruff scipy jsonschema rich matplotlib python_minifier
+TEST_MODULES := $(RUN_MODULES) pytest xdist hypothesis ruff scipy jsonschema rich matplotlib python_minifier
 has = $(shell $(PYTHON) -c "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, '$(1)'.split())))" && echo 1)
 
 SAMPLE := data/sample
@@ -42,7 +42,7 @@ demo:
 
 test:
 	$(TEST_PYTHON) -m ruff check .
-	$(TEST_PYTHON) -m pytest -q tests
+	$(TEST_PYTHON) -m pytest -q -n 2 --dist loadfile tests
 
 $(VENV)/.installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)

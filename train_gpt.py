@@ -93,6 +93,7 @@ class Hyperparameters:
     # data and output
     data_dir: str = setting("./data/", "folder with datasets/ and tokenizers/; its spelling decides the data order")
     vocab_size: int = setting(4096, "tokenizer size; names the dataset folder fineweb10B_sp{V}", above=0, most=65536)
+    transform: Literal["", "caseops"] = setting("", "text transform of the data set: caseops, or empty")
     run_id: str = setting("", "name of the log files (empty: a random one)")
     output_dir: str = setting(".", "where logs/, final_model.pt and final_model.int6.ptz are written")
     eval_only: str = setting("", "path of an artifact to score instead of training")
@@ -181,11 +182,13 @@ class Hyperparameters:
 
     @property
     def dataset_dir(self) -> Path:
-        return Path(self.data_dir) / "datasets" / f"fineweb10B_sp{self.vocab_size}"
+        name = f"fineweb10B_sp{self.vocab_size}{self.transform and '_' + self.transform}"
+        return Path(self.data_dir) / "datasets" / name
 
     @property
     def tokenizer_path(self) -> Path:
-        return Path(self.data_dir) / "tokenizers" / f"fineweb_{self.vocab_size}_bpe.model"
+        name = f"fineweb_{self.vocab_size}_bpe{self.transform and '_' + self.transform}.model"
+        return Path(self.data_dir) / "tokenizers" / name
 
     @property
     def train_cap_seconds(self) -> float:
@@ -508,6 +511,7 @@ def write_file(path: Path, data: bytes) -> None:
 # ---- Data: tokenizer bytes, shards, validation tokens, coprime-stride loader -----------------------------------------
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
+BOS_ID = 1
 SPACE_MARKER = "\u2581"  # SentencePiece's visible space; an escape, since encoding accidents have faked scores
 FETCH_COMMAND = "python data/cached_challenge_fineweb.py --variant sp{}"
 
@@ -622,29 +626,57 @@ def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
     paths = find_shards(hp, "val")
     tokens = np.concatenate([open_shard(path) if shard_tokens(path) else np.zeros(0, np.uint16) for path in paths])
     check_token_ids(tokens, hp.vocab_size, hp.dataset_dir)
-    stats = manifest_stats(hp)
-    if stats.get("tokens_val", len(tokens)) != len(tokens):
-        raise SetupError(f"{hp.dataset_dir} holds {len(tokens)} validation tokens, but manifest.json says "
-                         f"{stats['tokens_val']}: no comparable score; `{FETCH_COMMAND.format(hp.vocab_size)}`")
+    entry = manifest_entry(hp)
+    count = sidecar_count(hp, entry, paths, len(tokens)) if hp.transform else tables.count
+    whole = {"docs_val": int((tokens == BOS_ID).sum()), "tokens_val": len(tokens),
+             "bytes_val_normalised": count(tokens)}
+    verdict = check_manifest(hp, entry, whole)
     used = (len(tokens) - 1) // hp.eval_seq_len * hp.eval_seq_len + 1
     if used < 2:
         raise SetupError(f"{len(tokens)} validation tokens in {hp.dataset_dir} are fewer than one sequence of "
                          f"EVAL_SEQ_LEN={hp.eval_seq_len} plus one; fetch the whole split")
-    note = f"normalised text; {len(tokens) - used} tail tokens not scored"
-    if "bytes_val_source" in stats:
-        note += f"; the whole split has {stats['bytes_val_source']} source bytes"
-    return ValidationSet(tokens[:used], tables.count(tokens[:used]), note)
+    note = f"normalised text; {len(tokens) - used} tail tokens not scored; {verdict}"
+    return ValidationSet(tokens[:used], count(tokens[:used]), note)
 
-def manifest_stats(hp: Hyperparameters) -> dict[str, Any]:
-    """What manifest.json says of this dataset (empty without one): a short validation split gives a false score."""
+def sidecar_count(hp: Hyperparameters, entry: dict[str, Any], paths: list[Path],
+                  n: int) -> Callable[[np.ndarray], int]:
+    """Bytes of the original text behind the first tokens, from the files beside the shards. Raises SetupError."""
+    sidecar = entry.get("bytes_sidecar") or {}
+    files = [path.with_suffix(sidecar.get("suffix", ".bytes")) for path in paths]
+    if not sidecar or not all(file.is_file() for file in files):
+        raise SetupError(f"TRANSFORM={hp.transform} needs manifest.json and a .bytes file beside each val shard in "
+                         f"{hp.dataset_dir}: they say which bytes of the original text a token stands for")
+    sizes = np.concatenate([np.fromfile(file, np.dtype(sidecar["dtype"]).newbyteorder("<")) for file in files])
+    if len(sizes) != n:
+        raise SetupError(f"{hp.dataset_dir}: {n} val tokens, but the .bytes files have {len(sizes)}; fetch both again")
+    return lambda tokens: int(sizes[1:len(tokens)].sum(dtype=np.int64))
+
+def manifest_entry(hp: Hyperparameters) -> dict[str, Any]:
+    """What manifest.json says of this dataset (empty without one). Raises SetupError when it is damaged."""
     path = Path(hp.data_dir) / "manifest.json"
     if not path.is_file():
         return {}
     try:
         datasets = json.loads(path.read_text(encoding="utf-8"))["datasets"]
-        return next((dict(d["stats"]) for d in datasets if d["name"] == hp.dataset_dir.name), {})
+        return next((dict(d) for d in datasets if d["name"] == hp.dataset_dir.name), {})
     except (ValueError, KeyError, TypeError) as error:
         raise SetupError(f"{path} is damaged ({error!r}); fetch it again or remove it") from None
+
+def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, int]) -> str:
+    """The whole validation split against the manifest, in words. Raises SetupError: such a score compares with none."""
+    stats, splits = entry.get("stats") or {}, entry.get("splits") or {}
+    if wrong := [f"{name} {stats[name]}, found {n}" for name, n in whole.items() if stats.get(name, n) != n]:
+        raise SetupError(f"{hp.dataset_dir} does not match manifest.json ({'; '.join(wrong)}): no comparable score; "
+                         f"`{FETCH_COMMAND.format(hp.vocab_size)}`")
+    if {"val", "train"} <= set(splits):
+        (a, b), (c, d) = ((splits[split]["first_doc"], splits[split]["last_doc"]) for split in ("val", "train"))
+        if a <= d and c <= b:
+            raise SetupError(f"manifest.json: val documents {a} to {b} and train documents {c} to {d} overlap, so "
+                             "scored text would be trained on; export again with the official split")
+    note = "whole split: " + ", ".join(f"{count} {name}" for name, count in whole.items())
+    note += f", {stats['bytes_val_source']} source bytes" if "bytes_val_source" in stats else ""
+    known = "yes" if set(whole) <= set(stats) else "as far as it says" if set(whole) & set(stats) else "it says nothing"
+    return f"{note}; matches manifest: {known}" + "; UNOFFICIAL SPLIT" * bool(entry.get("unofficial_split"))
 
 def path_seed(paths: Iterable[str]) -> int:
     """FNV-style 64-bit fold over the bytes of all paths: the data order depends on names alone."""

@@ -23,7 +23,7 @@ from pathlib import Path
 
 EXPORTER = Path(__file__).resolve().parents[1] / "data" / "download_hf_docs_and_tokenize.py"
 TOKENS_WANTED = 10_000_000_000
-SAMPLE_SECONDS = 0.1
+SAMPLE_SECONDS = 0.5
 PLAIN = """
 import json, sys, time
 import sentencepiece
@@ -80,6 +80,21 @@ def cpu_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def machine_cpu() -> float:
+    """CPU seconds that all programs of this machine have used."""
+    fields = list(map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]))
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # without idle and waiting for disks
+
+
+def is_over(process: subprocess.Popen) -> bool:
+    """Whether it has ended, or does so before it is time for the next sample."""
+    try:
+        process.wait(SAMPLE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
 def run_export(docs: Path, model: str, out: Path, workers: int) -> dict:
     """One export as a user runs it: seconds, CPU seconds of all its processes and of the main one, peak memory."""
     specs = out.with_suffix(".json")
@@ -87,18 +102,19 @@ def run_export(docs: Path, model: str, out: Path, workers: int) -> dict:
     specs.write_text(json.dumps({"tokenizers": [{"name": "t", "kind": "sentencepiece", "vocab_size": size}]}))
     command = [sys.executable, EXPORTER, "--docs-jsonl", docs, "--tokenizer-config", specs, "--reuse-sp-model", model]
     command += ["--output-root", out, "--val-docs", 50, "--unofficial-split", "--workers", workers]
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before, busy, began = resource.getrusage(resource.RUSAGE_CHILDREN), machine_cpu(), time.perf_counter()
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
     peak = main_cpu = 0.0
-    while process.poll() is None:
+    while not is_over(process):
         peak = max(peak, sum(map(memory_of, tree_of(process.pid))))
         main_cpu = max(main_cpu, cpu_of(process.pid))
-        time.sleep(SAMPLE_SECONDS)
+    wall, busy = time.perf_counter() - began, machine_cpu() - busy
     if process.returncode:
         raise SystemExit(f"the export failed with exit code {process.returncode}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"wall_s": time.perf_counter() - began, "cpu_s": cpu, "main_cpu_s": main_cpu, "peak_mb": peak}
+    others = max(0.0, busy - cpu) / wall  # cores that other programs took meanwhile
+    return {"wall_s": wall, "cpu_s": cpu, "others_cores": others, "main_cpu_s": main_cpu, "peak_mb": peak}
 
 
 def run_plain(docs: Path, model: str) -> dict:
@@ -128,6 +144,7 @@ def summarise(plain: list[dict], exports: dict[int, list[dict]], large: dict | N
     return {
         "mb_per_s_plain_encode": text_mb / plain_wall,
         "mb_per_s_by_workers": {workers: text_mb / run["wall_s"] for workers, run in best.items()},
+        "others_cores_in_those": {workers: run["others_cores"] for workers, run in best.items()},
         "mb_per_cpu_s_one_worker": text_mb / lean[1]["cpu_s"],
         "speedup_two_workers": best[1]["wall_s"] / best[2]["wall_s"],
         "cpu_cost_of_two_workers": lean[2]["cpu_s"] / lean[1]["cpu_s"],

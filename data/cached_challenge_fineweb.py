@@ -3,185 +3,122 @@
     python data/cached_challenge_fineweb.py --variant sp4096                    # everything of that variant
     python data/cached_challenge_fineweb.py --variant sp1024 --train-shards 1   # a first look
     python data/cached_challenge_fineweb.py --variant sp4096 --list             # what the repository has
-    python data/cached_challenge_fineweb.py --variant sp4096 --verify           # check what is here, refetch bad files
+    python data/cached_challenge_fineweb.py --variant sp4096 --verify           # hash what is here, refetch bad files
 
-Running it again fetches only what is missing or damaged. Files arrive under .download/, are checked, and only then
-renamed into place. A token for private repositories is taken from the environment by huggingface_hub; nothing here
-reads or prints it.
+Running it again fetches only what is missing or damaged, and continues half-fetched files where they end. Files arrive
+under .download/, are checked (size, shard header, sha256) and only then renamed into place. The token for private
+repositories is the one in HF_TOKEN; it is never printed.
+
+Exit codes: 0 everything asked for is in place; 1 the network failed too often, so run the same command again;
+2 the request, the repository, a file or the disk is at fault, as the message says; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
 import hashlib
-import os
-import random
 import re
 import shutil
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import shards
+from hub_files import (
+    DEFAULT_STALL_SECONDS,
+    DEFAULT_WORKERS,
+    Hub,
+    MissingError,
+    Repository,
+    WantedFile,
+    add_repository_arguments,
+)
+from safe_files import inside, only_one, scratch, write_json_inside
 from shards import DamagedFileError, DataError
 
-DEFAULT_REPOSITORIES = {
-    "sp1024": "willdepueoai/parameter-golf",
-    "sp4096": "kevclark/parameter-golf",
-    "sp8192": "kevclark/parameter-golf",
-}
-DEFAULT_REMOTE_ROOT, DEFAULT_REVISION = "datasets", "main"
-REPOSITORY_VARIABLE, REMOTE_ROOT_VARIABLE = "MATCHED_FINEWEB_REPO_ID", "MATCHED_FINEWEB_REMOTE_ROOT_PREFIX"
-MAX_ATTEMPTS, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 7, 1.0, 120.0
 MAX_SHARDS = 100_000  # file numbers have six digits; a larger count in a manifest is nonsense
+SPARE_DISK_BYTES = 50_000_000
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-# ---------------------------------------------------------------- where the data come from
+# ---------------------------------------------------------------- the manifest and the repository's file list
 
 
 @dataclass(frozen=True)
-class Repository:
-    """Place of the published data: a Hugging Face data set, a folder in it and a branch, tag or commit."""
+class Snapshot:
+    """What a repository held at one commit: its manifest, and {"size", "sha256"} of files by path under the root."""
 
-    repo_id: str
-    remote_root: str
-    revision: str
-
-    @classmethod
-    def from_arguments(cls, args: argparse.Namespace, variant: str) -> Repository:
-        """Options first, then the environment, then the variant's own default."""
-        repo_id = args.repo_id or os.environ.get(REPOSITORY_VARIABLE) or DEFAULT_REPOSITORIES.get(variant)
-        if not repo_id:
-            raise DataError(
-                f"no default repository has {variant}; known: {', '.join(DEFAULT_REPOSITORIES)}. "
-                "Name one with --repo-id"
-            )
-        root = (
-            args.remote_root
-            if args.remote_root is not None
-            else os.environ.get(REMOTE_ROOT_VARIABLE, DEFAULT_REMOTE_ROOT)
-        )
-        return cls(repo_id, root.strip("/"), args.revision)
-
-    def remote_path(self, relative: str) -> str:
-        return f"{self.remote_root}/{relative}" if self.remote_root else relative
-
-    def __str__(self) -> str:
-        return f"{self.repo_id} (folder {self.remote_root or '.'}, revision {self.revision})"
+    commit: str
+    manifest: dict
+    files: dict[str, dict]
 
 
-def add_repository_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--repo-id", help=f"Hugging Face data set OWNER/NAME (or {REPOSITORY_VARIABLE}; default by variant)"
-    )
-    parser.add_argument(
-        "--remote-root", help=f"folder inside it (or {REMOTE_ROOT_VARIABLE}; default {DEFAULT_REMOTE_ROOT})"
-    )
-    parser.add_argument("--revision", default=DEFAULT_REVISION, help="branch, tag or commit (default %(default)s)")
+def cache_path(repository: Repository) -> str:
+    key = hashlib.sha256(repr(sorted(asdict(repository).items())).encode()).hexdigest()[:16]
+    return f".manifests/{key}.json"
 
 
-# ---------------------------------------------------------------- one file over the network
-
-
-def hub_download(repository: Repository, remote: str, folder: Path, force: bool) -> Path:
-    """One attempt to fetch a real file under folder; huggingface_hub resumes what an earlier attempt began."""
+def read_cache(repository: Repository, data_dir: Path) -> Snapshot | None:
+    """The cached snapshot when it is of the same repository, root and revision; None when there is none, or junk."""
     try:
-        from huggingface_hub import hf_hub_download
-    except ImportError:
-        raise DataError("huggingface_hub is not installed: pip install huggingface-hub") from None
-    return Path(
-        hf_hub_download(
-            repository.repo_id,
-            remote,
-            repo_type="dataset",
-            revision=repository.revision,
-            local_dir=folder,
-            force_download=force,
-        )
-    )
+        cached = shards.read_json(data_dir / cache_path(repository))
+        snapshot = Snapshot(*(cached.get(name) for name in ("commit", "manifest", "files")))
+    except (DataError, OSError):
+        return None
+    same = all(cached.get(name) == value for name, value in asdict(repository).items())
+    whole = (type(snapshot.commit), type(snapshot.manifest), type(snapshot.files)) == (str, dict, dict)
+    return snapshot if same and whole else None
 
 
-def status_of(error: BaseException) -> int | None:
-    """HTTP status of an error or of what caused it: a 429 sometimes arrives dressed as a missing file."""
-    for cause in (error, error.__cause__, error.__context__):
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        if status is not None:
-            return int(status)
-    return None
+def fetch_snapshot(hub: Hub, data_dir: Path) -> Snapshot:
+    """Manifest and file list of the repository as they are now, stored in the cache."""
+    part = scratch(data_dir, "manifest.json")
+    part.unlink(missing_ok=True)
+    try:
+        hub.fetch(WantedFile("manifest.json", check_more=shards.read_json), part)
+    except MissingError as error:
+        raise MissingError(f"{error}{what_is_there(hub)}") from None
+    manifest = shards.read_json(part)
+    part.unlink()
+    snapshot = Snapshot(hub.commit, manifest, list_files(hub))
+    place = {**asdict(hub.repository), "commit": snapshot.commit}
+    write_json_inside(data_dir, cache_path(hub.repository), {**place, "manifest": manifest, "files": snapshot.files})
+    return snapshot
 
 
-def check_worth_retrying(error: Exception, remote: str, repository: Repository) -> str:
-    """A few words on an error that may pass by itself; raises for one that will not.
-
-    An exception without a status, FileNotFoundError among them, is a broken connection to the client's mind.
-    """
-    status = status_of(error)
-    if status in (401, 403, 404):
-        raise DataError(f"{remote} is missing in {repository}, or needs a token in HF_TOKEN (HTTP {status})") from None
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
-        raise error
-    if status is None and isinstance(error, (ValueError, TypeError)) and not isinstance(error, FileNotFoundError):
-        raise DataError(f"{remote} in {repository}: {error}") from None  # a bad name or setting
-    return "throttled (HTTP 429)" if status == 429 else type(error).__name__
+def what_is_there(hub: Hub) -> str:
+    """The names at the top of the repository, as the end of an error message; empty when they are not to be had."""
+    try:
+        names = [entry.path for entry in hub.tree("", recursive=False)]
+    except DataError:
+        return ""
+    return f"; at its top the repository has: {', '.join(names[:10]) or 'nothing'}. Choose a --remote-root"
 
 
-def wait_seconds(error: BaseException, attempt: int) -> float:
-    """Retry-After when the server names it, else exponential back-off; with jitter, and bounded."""
-    headers = getattr(getattr(error, "response", None), "headers", None) or {}
-    named = str(headers.get("Retry-After", ""))
-    base = float(named) if named.isdecimal() else FIRST_WAIT_SECONDS * 2**attempt
-    return min(LONGEST_WAIT_SECONDS, base * random.uniform(1.0, 1.25))
+def list_files(hub: Hub) -> dict[str, dict]:
+    """Size and, for large files, sha256 of every file under the root, in one call (a page per 1,000 files)."""
+    files, prefix = {}, hub.repository.remote_path("")
+    try:
+        listed = hub.tree(hub.repository.remote_root)
+    except MissingError as error:  # a mirror without this part of the hub
+        print(f"note: {error}; so sizes and hashes come from the manifest alone", flush=True)
+        return {}
+    for entry in listed:
+        size, lfs = getattr(entry, "size", None), getattr(entry, "lfs", None)
+        if type(size) is int and entry.path.startswith(prefix):
+            files[entry.path.removeprefix(prefix)] = {"size": size, "sha256": lfs.sha256 if lfs else None}
+    return files
 
 
-def fetch(repository: Repository, remote: str, folder: Path, check: Callable[[Path], None]) -> Path:
-    """Fetch a file under folder and check it, trying again on throttling, broken connections and damaged content."""
-    force = False
-    for attempt in range(MAX_ATTEMPTS):
-        try:
-            path = hub_download(repository, remote, folder, force)
-            check(path)
-            return path
-        except DamagedFileError as error:
-            force, problem, wait = True, str(error), wait_seconds(error, attempt)
-        except Exception as error:  # noqa: BLE001 (the client's errors and its HTTP library's share no useful base)
-            problem, wait = check_worth_retrying(error, remote, repository), wait_seconds(error, attempt)
-        if attempt + 1 < MAX_ATTEMPTS:
-            print(f"{remote}: {problem}; attempt {attempt + 2} of {MAX_ATTEMPTS} in {wait:.1f} s", flush=True)
-            time.sleep(wait)
-    raise DataError(
-        f"{remote}: gave up after {MAX_ATTEMPTS} attempts, the last one: {problem}. It may exist; "
-        "run the command again later"
-    )
-
-
-# ---------------------------------------------------------------- the manifest
-
-
-def load_manifest(repository: Repository, data_dir: Path, is_enough: Callable[[dict], bool]) -> dict:
-    """The manifest, from the cache when it is of the same repository, root and revision and says enough."""
-    key = asdict(repository)
-    name = hashlib.sha256(repr(sorted(key.items())).encode()).hexdigest()[:16]
-    cache = data_dir / ".manifests" / f"{name}.json"
-    if cache.exists():
-        try:
-            cached = shards.read_json(cache)
-        except DataError:
-            cached = {}
-        if (
-            {name: cached.get(name) for name in key} == key
-            and isinstance(cached.get("manifest"), dict)
-            and is_enough(cached["manifest"])
-        ):
-            return cached["manifest"]
-    path = fetch(repository, repository.remote_path("manifest.json"), data_dir / ".download", lambda path: None)
-    manifest = shards.read_json(path)
-    path.unlink()
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    shards.write_json(cache, {**key, "manifest": manifest})
-    return manifest
+def load_snapshot(hub: Hub, data_dir: Path, is_enough: Callable[[dict], bool]) -> tuple[Snapshot, bool]:
+    """The repository's snapshot, from the cache when its manifest is_enough; and whether it was fetched just now."""
+    cached = read_cache(hub.repository, data_dir)
+    fresh = cached is None or not is_enough(cached.manifest)
+    snapshot = fetch_snapshot(hub, data_dir) if fresh else cached
+    hub.commit = snapshot.commit
+    return snapshot, fresh
 
 
 def entries(manifest: dict, key: str) -> dict[str, dict]:
@@ -213,19 +150,24 @@ def shard_count(dataset: dict, split: str) -> int:
     return count
 
 
-def tokenizer_paths(manifest: dict, dataset: dict) -> dict[str, str | None]:
-    """Checked relative paths of the variant's tokenizer files, with their sha256 where the manifest gives it."""
+def find_tokenizer(manifest: dict, dataset: dict) -> dict:
     tokenizer = entries(manifest, "tokenizers").get(str(dataset.get("tokenizer_name")))
     if tokenizer is None:
         raise DataError(
             f"manifest entry {dataset['name']}: tokenizer {dataset.get('tokenizer_name')!r} is not listed; "
             "report it to the publisher"
         )
+    return tokenizer
+
+
+def tokenizer_paths(tokenizer: dict) -> dict[str, str | None]:
+    """Checked relative paths of a tokenizer's files, with the sha256 of the main one where the manifest gives it."""
     main = "model_path" if tokenizer.get("model_path") else "path"
+    keys = sorted(key for key in tokenizer if key == "path" or (isinstance(key, str) and key.endswith("_path")))
     return {
         check_tokenizer_path(tokenizer[key]): tokenizer.get("sha256") if key == main else None
-        for key in ("model_path", "vocab_path", "path")
-        if tokenizer.get(key)
+        for key in keys
+        if tokenizer[key]
     }
 
 
@@ -239,43 +181,49 @@ def check_tokenizer_path(path: object) -> str:
     return "/".join(parts)
 
 
-# ---------------------------------------------------------------- files in the data folder
+# ---------------------------------------------------------------- what to have
 
 
-@dataclass(frozen=True)
-class WantedFile:
-    """A file to have at data_dir/relative; sha256 is None where the manifest gives none."""
-
-    relative: str
-    sha256: str | None
-    is_shard: bool
-
-    def check(self, path: Path, with_hash: bool = True) -> None:
-        """DamagedFileError unless the file at path is whole."""
-        if self.is_shard:
-            shards.read_token_count(path)
-        elif path.stat().st_size == 0:
-            raise DamagedFileError(f"{path}: empty file; fetch it again")
-        if with_hash and self.sha256 and (found := shards.sha256_file(path)) != self.sha256:
-            raise DamagedFileError(f"{path}: sha256 {found}, but the manifest says {self.sha256}; fetch it again")
-
-
-def wanted_files(manifest: dict, dataset: dict, train_shards: int | None) -> list[WantedFile]:
+def wanted_files(snapshot: Snapshot, dataset: dict, train_shards: int | None) -> list[WantedFile]:
     """Tokenizer, validation and the first train_shards training shards (all when None), in the order of download."""
-    listed = dataset.get("files") if isinstance(dataset.get("files"), list) else []
-    hashes = {str(row.get("name")): row.get("sha256") for row in listed if isinstance(row, dict)}
+    hashes, sidecars = listed_hashes(dataset, "files"), listed_hashes(dataset, "sidecars")
     available = shard_count(dataset, "train")
     if train_shards is not None and train_shards > available:
         raise DataError(f"--train-shards {train_shards}, but {dataset['name']} has {available}; ask for that or fewer")
     counts = {"val": shard_count(dataset, "val"), "train": available if train_shards is None else train_shards}
     names = [shards.shard_name(split, index) for split, count in counts.items() for index in range(count)]
-    tokenizers = [WantedFile(path, sha256, False) for path, sha256 in tokenizer_paths(manifest, dataset).items()]
-    return tokenizers + [WantedFile(f"datasets/{dataset['name']}/{name}", hashes.get(name), True) for name in names]
+    paths = tokenizer_paths(find_tokenizer(snapshot.manifest, dataset))
+    for name in names:
+        paths[f"datasets/{dataset['name']}/{name}"] = hashes.get(name)
+        if (beside := name.removesuffix(".bin") + shards.SIDECAR_SUFFIX) in sidecars:
+            paths[f"datasets/{dataset['name']}/{beside}"] = sidecars[beside]
+    return [describe_file(snapshot, path, sha256) for path, sha256 in paths.items()]
+
+
+def listed_hashes(dataset: dict, key: str) -> dict[str, object]:
+    """sha256 (unchecked, or None) by file name, from the manifest's rows on shards or on their sidecars."""
+    rows = dataset.get(key) if isinstance(dataset.get(key), list) else []
+    return {str(row.get("name")): row.get("sha256") for row in rows if isinstance(row, dict)}
+
+
+def describe_file(snapshot: Snapshot, relative: str, sha256: object) -> WantedFile:
+    """The file with what manifest and file list say of it; DataError when the list shows that it is not there."""
+    if sha256 is not None and not (isinstance(sha256, str) and SHA256.fullmatch(sha256)):
+        raise DataError(f"the manifest gives {relative} the sha256 {sha256!r}; report it to the publisher")
+    row = snapshot.files.get(relative) or {}
+    if snapshot.files and not row:
+        folder = relative.rpartition("/")[0]
+        there = sorted(path.rpartition("/")[2] for path in snapshot.files if path.rpartition("/")[0] == folder)
+        names = ", ".join(there if len(there) < 8 else [*there[:3], "...", *there[-3:]])
+        there = f"{folder or 'its root'} has: {names or 'nothing'}"
+        raise MissingError(f"{relative} is missing in the repository; {there}. Choose from these, or report it")
+    check_more = shards.read_token_count if relative.endswith(".bin") else None
+    return WantedFile(relative, row.get("size"), sha256 or row.get("sha256"), check_more)
 
 
 def is_present(wanted: WantedFile, data_dir: Path, with_hash: bool) -> bool:
     """Whether a whole, real file is in place. Reports a damaged one; replaces a link by a copy of its target."""
-    path = data_dir / wanted.relative
+    path = inside(data_dir, wanted.relative)
     if not path.exists():
         return False
     try:
@@ -284,20 +232,55 @@ def is_present(wanted: WantedFile, data_dir: Path, with_hash: bool) -> bool:
         print(f"repairing {error}", flush=True)
         return False
     if path.is_symlink():
-        temporary = path.with_name(path.name + ".part")
+        temporary = scratch(data_dir, f"{path.name}.copy")
         shutil.copyfile(path, temporary)
         temporary.replace(path)
     return True
 
 
-def ensure_file(wanted: WantedFile, repository: Repository, data_dir: Path, with_hash: bool) -> bool:
-    """Have the file in place; True when it had to be fetched."""
-    if is_present(wanted, data_dir, with_hash):
-        return False
-    target = data_dir / wanted.relative
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fetch(repository, repository.remote_path(wanted.relative), data_dir / ".download", wanted.check).replace(target)
-    return True
+def part_path(wanted: WantedFile, hub: Hub, data_dir: Path) -> Path:
+    """Where the file arrives. The name holds its origin: a partial file is continued only with its own bytes."""
+    origin = repr((asdict(hub.repository), hub.commit, wanted.relative, wanted.size, wanted.sha256))
+    key = hashlib.sha256(origin.encode()).hexdigest()[:12]
+    return scratch(data_dir, f"{PurePosixPath(wanted.relative).name}.{key}.part")
+
+
+def check_space(missing: list[WantedFile], hub: Hub, data_dir: Path) -> tuple[int, int]:
+    """Bytes to have and bytes of them in partial files; DataError when the disk cannot take the rest."""
+    total = sum(file.size or 0 for file in missing)
+    parts = [part_path(file, hub, data_dir) for file in missing]
+    done = sum(path.stat().st_size for path in parts if path.exists())
+    free = shutil.disk_usage(data_dir).free
+    if total - done + SPARE_DISK_BYTES > free:
+        raise DataError(
+            f"{data_dir}: {free / 1e9:.2f} GB are free, but {(total - done) / 1e9:.2f} GB are to be fetched and "
+            f"{SPARE_DISK_BYTES / 1e9:.2f} GB kept free; make room, ask for fewer --train-shards, or use --data-dir"
+        )
+    return total, done
+
+
+def ensure_files(wanted: list[WantedFile], hub: Hub, data_dir: Path, with_hash: bool) -> int:
+    """Have all files in place, several at a time; returns how many had to be fetched."""
+    with ThreadPoolExecutor(hub.workers) as pool:
+        present = list(pool.map(lambda file: is_present(file, data_dir, with_hash), wanted))
+    missing = [file for file, there in zip(wanted, present) if not there]
+    if not missing:
+        return 0
+    hub.progress.start(*check_space(missing, hub, data_dir))
+
+    def ensure(file: WantedFile) -> None:
+        part = part_path(file, hub, data_dir)
+        hub.fetch(file, part)
+        part.replace(inside(data_dir, file.relative))
+
+    try:
+        hub.run_all(ensure, missing)
+    finally:
+        hub.progress.close()
+    return len(missing)
+
+
+# ---------------------------------------------------------------- checks of the whole
 
 
 def check_totals(dataset: dict, data_dir: Path, train_shards: int) -> None:
@@ -309,7 +292,7 @@ def check_totals(dataset: dict, data_dir: Path, train_shards: int) -> None:
         folder = data_dir / "datasets" / dataset["name"]
         found = sum(shards.read_token_count(folder / shards.shard_name(split, index)) for index in range(here))
         if found != expected:
-            raise DataError(
+            raise DamagedFileError(
                 f"{folder}: {found} {split} tokens, but the manifest says {expected}; "
                 "remove the folder and download again"
             )
@@ -328,23 +311,29 @@ def warn_about_extra_shards(dataset: dict, data_dir: Path) -> None:
 
 def record(manifest: dict, dataset: dict, repository: Repository, data_dir: Path) -> None:
     """Add the variant to data_dir/manifest.json beside what is already there, with its origin."""
-    tokenizer = entries(manifest, "tokenizers")[dataset["tokenizer_name"]]
-    new = {**manifest, "datasets": [{**dataset, "downloaded_from": asdict(repository)}], "tokenizers": [tokenizer]}
-    path = data_dir / "manifest.json"
-    shards.write_json(path, shards.merge_manifest(path, new))
+    new = {
+        **manifest,
+        "datasets": [{**dataset, "downloaded_from": asdict(repository)}],
+        "tokenizers": [find_tokenizer(manifest, dataset)],
+    }
+    write_json_inside(data_dir, "manifest.json", shards.merge_manifest(data_dir / "manifest.json", new))
 
 
 # ---------------------------------------------------------------- commands
 
 
-def download_docs(data_dir: Path, repository: Repository) -> Path:
+def download_docs(data_dir: Path, repository: Repository, hub: Hub | None = None, verify: bool = False) -> Path:
     """Fetch docs_selected.jsonl and its sidecar unless they are here; returns the path of the documents."""
-    for name in (shards.SIDECAR_NAME, shards.DOCS_NAME):
-        sha256 = (
-            shards.read_json(data_dir / shards.SIDECAR_NAME).get("docs_sha256") if name == shards.DOCS_NAME else None
-        )
-        ensure_file(WantedFile(name, sha256, False), repository, data_dir, with_hash=False)
-    return data_dir / shards.DOCS_NAME
+    path, sidecar = data_dir / shards.DOCS_NAME, WantedFile(shards.SIDECAR_NAME)
+    hub = hub or Hub(repository)
+    data_dir.mkdir(parents=True, exist_ok=True)
+    ensure_files([sidecar], hub, data_dir, verify)
+    sha256 = shards.read_json(data_dir / shards.SIDECAR_NAME).get("docs_sha256")
+    documents = describe_file(Snapshot("", {}, {}), shards.DOCS_NAME, sha256)
+    if not is_present(documents, data_dir, verify):
+        size = list_files(hub).get(shards.DOCS_NAME, {}).get("size")
+        ensure_files([replace(documents, size=size)], hub, data_dir, verify)
+    return path
 
 
 def list_variants(manifest: dict, repository: Repository) -> None:
@@ -358,62 +347,90 @@ def list_variants(manifest: dict, repository: Repository) -> None:
         print(f"  {name.removeprefix('fineweb10B_')}: {numbers}, tokenizer {dataset.get('tokenizer_name')}")
 
 
-def download_variant(args: argparse.Namespace, repository: Repository) -> None:
+def have_variant(args: argparse.Namespace, hub: Hub, snapshot: Snapshot) -> None:
+    """Everything of the variant in place, counted and recorded."""
+    dataset = find_dataset(snapshot.manifest, args.variant, hub.repository)
+    wanted = wanted_files(snapshot, dataset, args.train_shards)
+    fetched = ensure_files(wanted, hub, args.data_dir, args.verify)
+    train_shards = shard_count(dataset, "train") if args.train_shards is None else args.train_shards
+    check_totals(dataset, args.data_dir, train_shards)
+    warn_about_extra_shards(dataset, args.data_dir)
+    record(snapshot.manifest, dataset, hub.repository, args.data_dir)
+    print(f"{args.variant}: {len(wanted)} files in place, {fetched} fetched, in {args.data_dir}")
+
+
+def download_variant(args: argparse.Namespace, hub: Hub) -> None:
+    """Have the variant, by the cached manifest first; when that does not work out, by the repository's present one."""
+
     def is_enough(manifest: dict) -> bool:
         dataset = entries(manifest, "datasets").get(f"fineweb10B_{args.variant}")
         return dataset is not None and (args.train_shards or 0) <= shard_count(dataset, "train")
 
-    manifest = load_manifest(repository, args.data_dir, is_enough)
-    dataset = find_dataset(manifest, args.variant, repository)
-    wanted = wanted_files(manifest, dataset, args.train_shards)
-    fetched = 0
-    for number, file in enumerate(wanted, 1):
-        if ensure_file(file, repository, args.data_dir, args.verify):
-            fetched += 1
-            size = (args.data_dir / file.relative).stat().st_size
-            print(f"[{number}/{len(wanted)}] {file.relative} {size / 1e6:,.1f} MB", flush=True)
-    train_shards = shard_count(dataset, "train") if args.train_shards is None else args.train_shards
-    check_totals(dataset, args.data_dir, train_shards)
-    warn_about_extra_shards(dataset, args.data_dir)
-    record(manifest, dataset, repository, args.data_dir)
-    print(f"{args.variant}: {len(wanted)} files in place, {fetched} fetched, in {args.data_dir}")
+    snapshot, fresh = load_snapshot(hub, args.data_dir, is_enough)
+    try:
+        have_variant(args, hub, snapshot)
+    except DataError as error:
+        if fresh or error.exit_code != 2:
+            raise
+        newer = fetch_snapshot(hub, args.data_dir)
+        if newer == snapshot:
+            raise
+        print(f"{error}\nthe cached manifest is out of date; trying again with the present one", flush=True)
+        have_variant(args, hub, newer)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--variant", default="sp4096", help="spV or byte260, as far as the repository has it (default %(default)s)"
+    add = parser.add_argument
+    add("--variant", default="sp4096", help="spV or byte260, as far as the repository has it (default %(default)s)")
+    add("--train-shards", type=int, help="only the first N training shards (default: all)")
+    add("--with-docs", action="store_true", help=f"also fetch {shards.DOCS_NAME} (tens of GB) and its sidecar")
+    add("--list", action="store_true", help="print the variants of the repository and stop")
+    add("--verify", action="store_true", help="also compare the sha256 of files that are already here")
+    add("--data-dir", type=Path, default=Path(__file__).resolve().parent, help="default: the folder of this script")
+    add("--workers", type=int, default=DEFAULT_WORKERS, help="files fetched at a time (default %(default)s)")
+    add(
+        "--stall-seconds",
+        type=float,
+        default=DEFAULT_STALL_SECONDS,
+        help="try again when so long hardly anything arrives (default %(default)s)",
     )
-    parser.add_argument("--train-shards", type=int, help="only the first N training shards (default: all)")
-    parser.add_argument(
-        "--with-docs", action="store_true", help=f"also fetch {shards.DOCS_NAME} (tens of GB) and its sidecar"
-    )
-    parser.add_argument("--list", action="store_true", help="print the variants of the repository and stop")
-    parser.add_argument("--verify", action="store_true", help="also compare the sha256 of files that are already here")
-    parser.add_argument(
-        "--data-dir", type=Path, default=Path(__file__).resolve().parent, help="default: the folder of this script"
+    add(
+        "--transport",
+        choices=("plain", "xet"),
+        default="plain",
+        help="plain: HTTP, resumable. xet: huggingface_hub's own client, faster where hf_xet works, but it restarts "
+        "a file that was interrupted, and --stall-seconds is only a hint to it (default %(default)s)",
     )
     add_repository_arguments(parser)
     args = parser.parse_args()
+    check_arguments(args)
+    return args
+
+
+def check_arguments(args: argparse.Namespace) -> None:
     if not SAFE_NAME.fullmatch(args.variant):
         raise DataError(f"--variant {args.variant!r} is not a name such as sp4096")
     if args.train_shards is not None and args.train_shards < 0:
         raise DataError(f"--train-shards {args.train_shards} must not be negative; leave it out for all")
-    return args
+    if not 1 <= args.workers <= 64:
+        raise DataError(f"--workers {args.workers} must be from 1 to 64; more only bring throttling")
+    if not 0 < args.stall_seconds < float("inf"):
+        raise DataError(f"--stall-seconds {args.stall_seconds} must be a positive number of seconds")
 
 
 def main() -> None:
     args = parse_arguments()
-    repository = Repository.from_arguments(args, args.variant)
-    if args.list:
-        list_variants(load_manifest(repository, args.data_dir, lambda manifest: False), repository)
-    else:
-        download_variant(args, repository)
-        if args.with_docs:
-            download_docs(args.data_dir, repository)
-    shutil.rmtree(
-        args.data_dir / ".download", ignore_errors=True
-    )  # after success only: a next run resumes from what is left
+    hub = Hub(Repository.from_arguments(args, args.variant), args.workers, args.stall_seconds, args.transport)
+    args.data_dir.mkdir(parents=True, exist_ok=True)
+    with only_one(args.data_dir):
+        if args.list:
+            list_variants(fetch_snapshot(hub, args.data_dir).manifest, hub.repository)
+        else:
+            download_variant(args, hub)
+            if args.with_docs:
+                download_docs(args.data_dir, hub.repository, hub, args.verify)
+        shutil.rmtree(args.data_dir / ".download", ignore_errors=True)  # only after success: the next run resumes
 
 
 if __name__ == "__main__":

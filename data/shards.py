@@ -28,12 +28,15 @@ PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
 MAX_VOCAB_SIZE = 65_536  # ids are stored as uint16
 OFFICIAL_VAL_DOCS = 50_000
 MANIFEST_VERSION = "10B"
+SIDECAR_SUFFIX = ".bytes"  # not .bin: a pattern for shards must not find the sidecars
 DOCS_NAME = "docs_selected.jsonl"
 SIDECAR_NAME = "docs_selected.source_manifest.json"
 
 
 class DataError(ValueError):
-    """A problem that the user can cause and mend; the command line prints its message alone and exits with code 2."""
+    """A problem that the user can cause and mend; the command line prints its message alone and exits with its code."""
+
+    exit_code = 2
 
 
 class DamagedFileError(DataError):
@@ -41,12 +44,12 @@ class DamagedFileError(DataError):
 
 
 def run_cli(main: Callable[[], None]) -> None:
-    """Run main(); a DataError or operating-system error becomes one line and exit code 2, without a traceback."""
+    """Run main(); a DataError or operating-system error becomes one line and an exit code, without a traceback."""
     try:
         main()
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         sys.exit(130)
@@ -99,41 +102,59 @@ def read_tokens(path: Path) -> np.ndarray:
 class ShardWriter:
     """Appends tokens to fineweb_{split}_{i:06d}.bin files of shard_tokens each; documents run on across files.
 
-    Call close() at the end. `files` then lists name, tokens and sha256 of each shard in order.
+    With a sidecar_dtype, each shard gets a .bytes file beside it: the source bytes of every token, without a header.
+    Call close() at the end. `files` then lists name, tokens and sha256 of each shard in order, `sidecars` the others.
     """
 
-    def __init__(self, folder: Path, split: str, shard_tokens: int) -> None:
-        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
+    def __init__(self, folder: Path, split: str, shard_tokens: int, sidecar_dtype: str | None = None) -> None:
+        self.folder, self.split, self.shard_tokens, self.sidecar_dtype = folder, split, shard_tokens, sidecar_dtype
         self.files: list[dict] = []
-        self._file = None
+        self.sidecars: list[dict] = []
+        self._file = self._sidecar = None
         self._count = 0
 
     @property
     def tokens(self) -> int:
         return sum(entry["tokens"] for entry in self.files) + self._count
 
-    def write(self, tokens: np.ndarray) -> None:
-        """Append tokens, (n,) uint16."""
+    def write(self, tokens: np.ndarray, token_bytes: np.ndarray | None = None) -> None:
+        """Append tokens, (n,) uint16, and with a sidecar the source bytes of each, (n,)."""
         while len(tokens):
             if self._file is None:
-                self._file = (self.folder / shard_name(self.split, len(self.files))).open("wb")
-                self._file.write(shard_header(0))  # the count is filled in when the shard is complete
-            part = tokens[: self.shard_tokens - self._count]
-            self._file.write(np.ascontiguousarray(part, dtype="<u2").tobytes())
-            self._count += len(part)
-            tokens = tokens[len(part) :]
+                self._open()
+            room = self.shard_tokens - self._count
+            data = np.ascontiguousarray(tokens[:room], dtype="<u2").tobytes()
+            self._file.write(data)
+            self._digest.update(data)
+            if self._sidecar:
+                self._sidecar.write(token_bytes[:room].astype(self.sidecar_dtype).tobytes())
+                token_bytes = token_bytes[room:]
+            self._count += len(data) // TOKEN_BYTES
+            tokens = tokens[room:]
             if self._count == self.shard_tokens:
                 self.close()
+
+    def _open(self) -> None:
+        path = self.folder / shard_name(self.split, len(self.files))
+        self._file, self._digest = path.open("wb"), hashlib.sha256(shard_header(self.shard_tokens))
+        self._file.write(shard_header(self.shard_tokens))  # close() corrects a last, shorter shard
+        if self.sidecar_dtype:
+            self._sidecar = path.with_suffix(SIDECAR_SUFFIX).open("wb")
 
     def close(self) -> None:
         if self._file is None:
             return
+        path, count = Path(self._file.name), self._count
         self._file.seek(0)
-        self._file.write(shard_header(self._count))
+        self._file.write(shard_header(count))
         self._file.close()
-        path = Path(self._file.name)
-        self.files.append({"name": path.name, "tokens": self._count, "sha256": sha256_file(path)})
-        self._file, self._count = None, 0
+        sha256 = self._digest.hexdigest() if count == self.shard_tokens else sha256_file(path)
+        self.files.append({"name": path.name, "tokens": count, "sha256": sha256})
+        if self._sidecar:
+            self._sidecar.close()
+            side = path.with_suffix(SIDECAR_SUFFIX)
+            self.sidecars.append({"name": side.name, "bytes": side.stat().st_size, "sha256": sha256_file(side)})
+        self._file, self._sidecar, self._count = None, None, 0
 
 
 # ---------------------------------------------------------------- bytes of a token, as the metric counts them
@@ -143,7 +164,7 @@ class ShardWriter:
 class ByteTables:
     """Per-token tables of one tokenizer, each (vocab_size,).
 
-    base_bytes: int64, UTF-8 bytes without one leading space marker; byte pieces 1; control, unknown and unused ones 0.
+    base_bytes: uint16, UTF-8 bytes without one leading space marker; byte pieces 1; control, unknown and unused ones 0.
     has_leading_space: bool, the piece starts with the marker: one more byte unless the token before is a boundary.
     is_boundary: bool, control, unknown and unused pieces.
     """
@@ -155,7 +176,7 @@ class ByteTables:
 
 def sentencepiece_byte_tables(tokenizer: spm.SentencePieceProcessor) -> ByteTables:
     size = tokenizer.get_piece_size()
-    base = np.zeros(size, dtype=np.int64)
+    base = np.zeros(size, dtype=np.uint16)
     leading, boundary = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
     for token in range(size):
         if tokenizer.is_control(token) or tokenizer.is_unknown(token) or tokenizer.is_unused(token):
@@ -169,17 +190,26 @@ def sentencepiece_byte_tables(tokenizer: spm.SentencePieceProcessor) -> ByteTabl
     return ByteTables(base, leading, boundary)
 
 
+def surface_bytes(tokenizer: spm.SentencePieceProcessor) -> np.ndarray:
+    """UTF-8 bytes of each piece as it stands in the text, spaces included, (vocab_size,) int64; control pieces 0."""
+    tables = sentencepiece_byte_tables(tokenizer)
+    pieces = [tokenizer.id_to_piece(token) for token in range(len(tables.base_bytes))]
+    inner = [piece[1:].count(SPACE_MARKER) * (len(SPACE_MARKER.encode("utf-8")) - 1) for piece in pieces]
+    return tables.base_bytes.astype(np.int64) + tables.has_leading_space - np.array(inner, dtype=np.int64)
+
+
 def pure_byte_tables(vocab_size: int = 260) -> ByteTables:
     """Tables of the byte tokenizer: four special ids, then one id for each byte."""
     boundary = np.arange(vocab_size) < 4
-    return ByteTables((~boundary).astype(np.int64), np.zeros(vocab_size, dtype=bool), boundary)
+    return ByteTables((~boundary).astype(np.uint16), np.zeros(vocab_size, dtype=bool), boundary)
 
 
 def count_bytes(tokens: np.ndarray, tables: ByteTables) -> int:
     """Bytes of tokens[1:] given the token before each; tokens: (n,) ids, of which the first should be BOS."""
     previous, target = tokens[:-1], tokens[1:]
-    spaces = tables.has_leading_space[target] & ~tables.is_boundary[previous]
-    return int(tables.base_bytes[target].sum() + spaces.sum())
+    full = (tables.base_bytes + tables.has_leading_space)[target].sum(dtype=np.int64)
+    after_boundary = target[np.flatnonzero(tables.is_boundary[previous])]  # few: their space is not counted
+    return int(full - tables.has_leading_space[after_boundary].sum())
 
 
 def check_tokenizer(tokenizer: spm.SentencePieceProcessor, vocab_size: int, source: str) -> None:

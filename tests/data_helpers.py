@@ -1,16 +1,13 @@
-"""Helpers of test_data.py: tiny documents, running the scripts, and a local stand-in for the Hugging Face hub."""
+"""Helpers of test_data.py: tiny documents, and running the scripts."""
 
 from __future__ import annotations
 
 import hashlib
-import http.server
 import json
 import os
 import random
 import subprocess
 import sys
-import threading
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -92,79 +89,3 @@ def snapshot(folder: Path) -> dict[str, str]:
     """Hash of every file under folder by relative path."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-class FakeHub:
-    """Serves files as the hub does: `throttle[path]` answers 429 so often, `cut[path]` sends half so often."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.throttle: Counter[str] = Counter()
-        self.cut: Counter[str] = Counter()
-        self.requests: list[str] = []
-        hub = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def log_message(self, *args: object) -> None:
-                pass
-
-            def do_HEAD(self) -> None:
-                hub.answer(self, with_body=False)
-
-            def do_GET(self) -> None:
-                hub.answer(self, with_body=True)
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def answer(self, handler: http.server.BaseHTTPRequestHandler, with_body: bool) -> None:
-        path = handler.path.removeprefix("/datasets/").replace("/resolve/main", "")
-        self.requests.append(f"{handler.command} {path}")
-        body = self.files.get(path)
-        if self.throttle[path] > 0:
-            self.throttle[path] -= 1
-            self.send(handler, 429, {"Retry-After": "0"}, b"")
-        elif body is None:
-            self.send(handler, 404, {"X-Error-Code": "EntryNotFound"}, b"")
-        else:
-            if self.cut[path] > 0:
-                self.cut[path] -= with_body
-                body = body[: len(body) // 2]
-            etag = hashlib.sha256(body).hexdigest()
-            self.send(
-                handler, 200, {"ETag": f'"{etag}"', "X-Repo-Commit": "a" * 40}, body if with_body else b"", len(body)
-            )
-
-    @staticmethod
-    def send(handler: http.server.BaseHTTPRequestHandler, code: int, headers: dict, body: bytes, size: int = 0) -> None:
-        handler.send_response(code)
-        for name, value in headers.items():
-            handler.send_header(name, value)
-        handler.send_header("Content-Length", str(size))
-        handler.end_headers()
-        handler.wfile.write(body)
-
-    def publish(self, repo: str, variant: str, train: list[int], val: list[int], root: str = "datasets") -> dict:
-        """Add a variant with one shard of each given length; returns the repository's manifest."""
-        model = (GOLDEN / "tokenizer_512.model").read_bytes()
-        name, stem = f"fineweb10B_{variant}", f"fineweb_{variant[2:]}_bpe"
-        self.files[f"{repo}/{root}/tokenizers/{stem}.model"] = model
-        self.files[f"{repo}/{root}/tokenizers/{stem}.vocab"] = b"piece\t0\n"
-        stats = {}
-        for split, lengths in (("train", train), ("val", val)):
-            stats |= {f"files_{split}": len(lengths), f"tokens_{split}": sum(lengths)}
-            for index, length in enumerate(lengths):
-                shard = f"{repo}/{root}/datasets/{name}/fineweb_{split}_{index:06d}.bin"
-                self.files[shard] = shard_bytes([(index * 7 + i) % 512 for i in range(length)])
-        path = f"{repo}/{root}/manifest.json"
-        manifest = json.loads(self.files.get(path, b'{"version": "10B", "datasets": [], "tokenizers": []}'))
-        paths = {"model_path": f"tokenizers/{stem}.model", "vocab_path": f"tokenizers/{stem}.vocab"}
-        manifest["tokenizers"].append({"name": f"sp_bpe_{variant[2:]}", "vocab_size": 512, **paths})
-        manifest["datasets"].append({"name": name, "tokenizer_name": f"sp_bpe_{variant[2:]}", "stats": stats})
-        self.files[path] = json.dumps(manifest).encode()
-        return manifest
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()

@@ -6,7 +6,10 @@ import gzip
 import hashlib
 import json
 import lzma
+import random
+import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -17,12 +20,14 @@ from hypothesis import strategies as st
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "data")]
 
-import cached_challenge_fineweb as downloader  # noqa: E402
 import data_helpers as helpers  # noqa: E402
+import documents  # noqa: E402
 import download_hf_docs_and_tokenize as exporter  # noqa: E402
+import export as engines  # noqa: E402
 import sample_docs  # noqa: E402
 import shards  # noqa: E402
-from data_helpers import DATA, GOLDEN, FakeHub, assert_refused, read_split, run_script, shard_bytes, snapshot  # noqa: E402
+import tokenizer_build  # noqa: E402
+from data_helpers import DATA, GOLDEN, assert_refused, read_split, run_script, shard_bytes, snapshot  # noqa: E402
 
 spm = pytest.importorskip("sentencepiece")
 
@@ -51,9 +56,10 @@ def test_byte_tables_match_the_reference(golden_tables):
 
 def test_encoding_and_byte_count_match_the_reference(golden_tables):
     cases = json.loads((GOLDEN / "tokenized.json").read_text())
-    encoder = exporter.SentencePieceEncoder(GOLDEN / "tokenizer_512.model", workers=1)
+    encoder = engines.SentencePieceEncoder((GOLDEN / "tokenizer_512.model").read_bytes())
     for case in cases:
-        assert encoder.encode([case["text"]]).tolist() == case["ids"]
+        tokens, _, normalised = encoder.encode([case["text"].encode("utf-8")])
+        assert (tokens.tolist(), normalised) == (case["ids"], case["normalized_utf8_bytes"])
         assert shards.count_bytes(np.array(case["ids"]), golden_tables) == case["normalized_utf8_bytes"]
 
 
@@ -197,9 +203,11 @@ def test_pack_loses_nothing(sections, max_chars):
 
 
 def export(docs, out, specs, *args):
-    return run_script(
-        "download_hf_docs_and_tokenize", "--docs-jsonl", docs, "--output-root", out, "--tokenizer-config", specs, *args
-    )
+    return run_script("download_hf_docs_and_tokenize", *export_arguments(docs, out, specs), *args)
+
+
+def export_arguments(docs, out, specs):
+    return "--docs-jsonl", docs, "--output-root", out, "--tokenizer-config", specs, "--workers", 1
 
 
 @pytest.fixture(scope="module")
@@ -266,10 +274,9 @@ def test_manifest_names_the_split_and_the_tokenizer(exported):
 
 def test_same_bytes_on_every_run_from_any_compression_and_workers(exported, tmp_path):
     specs, sidecar = exported.folder / "specs.json", exported.folder / "docs_selected.source_manifest.json"
-    for suffix, opener, workers in ((".gz", gzip.open, 1), (".xz", lzma.open, 3)):
+    for suffix, workers in ((".gz", 1), (".xz", 3)):
         docs = tmp_path / f"docs_selected.jsonl{suffix}"
-        with opener(docs, "wb") as file:
-            file.write(exported.docs.read_bytes())
+        docs.write_bytes(compress(exported.docs.read_bytes(), suffix))
         (tmp_path / sidecar.name).write_bytes(sidecar.read_bytes())
         out = tmp_path / f"out{suffix}"
         result = export(docs, out, specs, "--shard-tokens", 700, "--byte260", "--workers", workers)
@@ -301,7 +308,7 @@ def test_long_documents_are_used_in_full(tmp_path):
 
 
 def test_share_of_used_text_is_guarded():
-    lines = exporter.TrainingLines([], 100)
+    lines = tokenizer_build.TrainingLines([], 100)
     lines.text_bytes, lines.used_bytes = 1000, 949
     with pytest.raises(shards.DataError, match=r"94\.9%"):
         lines.check_share("t")
@@ -310,7 +317,7 @@ def test_share_of_used_text_is_guarded():
 @settings(max_examples=100, deadline=None)
 @given(st.text(alphabet=st.sampled_from(" \nab\u00e9\u65e5\U0001f642"), max_size=200), st.integers(4, 30))
 def test_cut_text_is_lossless_and_short_enough(text, limit):
-    pieces = list(exporter.cut_text(text, limit))
+    pieces = list(tokenizer_build.cut_text(text, limit))
     assert "".join(pieces) == text
     assert all(len(piece.encode("utf-8")) <= limit for piece in pieces)
 
@@ -381,19 +388,218 @@ def test_failed_rebuild_leaves_the_old_data(exported, tmp_path, line):
     assert snapshot(out) == before
 
 
-def test_interrupted_swap_is_finished_by_the_next_run(tmp_path):
-    root, staging = tmp_path, tmp_path / ".staging"
-    for base, content in ((root, "old"), (staging, "new")):
-        (base / "datasets/fineweb10B_sp320").mkdir(parents=True)
-        (base / "datasets/fineweb10B_sp320/fineweb_val_000000.bin").write_text(content)
-    (staging / "tokenizers").mkdir()
-    (staging / "manifest.json").write_text("{}")
-    (staging / "COMPLETE").touch()
-    (root / "datasets/fineweb10B_sp320").rename(root / ".staging-old")  # killed between the two renames
-    assert exporter.open_staging(root) == staging
-    assert (root / "datasets/fineweb10B_sp320/fineweb_val_000000.bin").read_text() == "new"
-    assert (root / "manifest.json").exists() and not (root / ".staging-old").exists()
-    assert list(staging.iterdir()) == [staging / "tokenizers"]
+class KilledError(BaseException):
+    """Stands for a SIGKILL: nothing catches it and nothing cleans up."""
+
+
+def make_set(base, content):
+    for name in ("datasets/fineweb10B_sp1", "datasets/fineweb10B_sp2", "tokenizers"):
+        (base / name).mkdir(parents=True)
+        (base / name / "fineweb_val_000000.bin").write_text(content)
+    (base / "manifest.json").write_text(content)
+
+
+def test_swap_cut_off_anywhere_is_whole_and_can_be_finished(tmp_path, monkeypatch):
+    moves = {name: getattr(Path, name) for name in ("rename", "replace", "unlink")}
+    for cut in range(12):
+        root = tmp_path / str(cut)
+        make_set(root, "old")
+        make_set(root / ".staging", "new")
+        (root / ".staging/COMPLETE").touch()
+        left = [cut]
+
+        def counted(move, left=left):
+            def moved(*args, **options):
+                if left[0] == 0:
+                    raise KilledError
+                left[0] -= 1
+                return move(*args, **options)
+
+            return moved
+
+        for name, move in moves.items():
+            monkeypatch.setattr(Path, name, counted(move))
+        try:
+            exporter.swap_in(root / ".staging", root)
+            finished = True
+        except KilledError:
+            finished = False
+        monkeypatch.undo()
+        seen = {path.read_text() for name in ("sp1", "sp2") for path in root.glob(f"datasets/fineweb10B_{name}/*.bin")}
+        seen |= {path.read_text() for path in (root / "manifest.json", *root.glob("tokenizers/*")) if seen}
+        assert len(seen) <= 1 or not list(root.glob("datasets/*/*"))
+        staging = exporter.recover(root)
+        assert not staging.exists()
+        assert {path.read_text() for path in root.rglob("*") if path.is_file()} == {"new"}
+    assert finished
+
+
+def test_export_killed_at_random_moments_never_leaves_half_a_set(exported, tmp_path):
+    out, rng = tmp_path / "out", random.Random(5)
+    specs = exported.folder / "specs.json"
+    other = helpers.write_docs(tmp_path, helpers.make_texts(70, seed=3), docs_val=9)
+    assert export(other, out, specs, "--byte260", "--shard-tokens", 700).returncode == 0
+    old = snapshot(out)
+    arguments = (*export_arguments(exported.docs, out, specs), "--byte260", "--shard-tokens", 700, "--workers", 2)
+    command = [sys.executable, DATA / "download_hf_docs_and_tokenize.py", *arguments]
+    for _ in range(5):
+        process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(rng.uniform(0.2, 1.2))
+        process.kill()
+        process.wait()
+        here = {name: digest for name, digest in snapshot(out).items() if not name.startswith(".")}
+        missing = not any(name.startswith("datasets") for name in here)
+        assert missing or here in (without_hidden(old), without_hidden(snapshot(exported.out)))
+    result = run_script("download_hf_docs_and_tokenize", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert snapshot(out) == snapshot(exported.out)
+
+
+def without_hidden(files):
+    return {name: digest for name, digest in files.items() if not name.startswith(".")}
+
+
+def test_two_exports_into_one_folder_are_refused(exported, tmp_path):
+    with exporter.locked(tmp_path):
+        assert_refused(export(exported.docs, tmp_path, exported.folder / "specs.json"), "another export", str(tmp_path))
+    assert export(exported.docs, tmp_path, exported.folder / "specs.json").returncode == 0
+
+
+# ---------------------------------------------------------------- engines and input formats
+
+
+def golden_plan():
+    return engines.Plan("sentencepiece", (GOLDEN / "tokenizer_512.model").read_bytes(), "docs")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 2000)
+
+
+def test_worker_processes_keep_the_order_and_end(exported, small_blocks):
+    source = documents.find_jsonl(exported.docs)
+    results = []
+    for workers in (1, 3):
+        engine = engines.make_engine(golden_plan(), "local", workers, None)
+        parts = list(engine.run(source.blocks(8)))
+        engine.close()
+        results.append([(part.split, part.docs, part.tokens.tolist(), part.normalised, part.source) for part in parts])
+    assert len(results[0]) > 5 and results[0] == results[1]
+    assert not any(process.is_alive() for process, _ in engine.workers)
+
+
+def test_death_of_a_worker_is_reported(exported, small_blocks):
+    engine = engines.make_engine(golden_plan(), "local", 2, None)
+    for process, _ in engine.workers:
+        process.kill()
+        process.join()
+    with pytest.raises(shards.DataError, match="fewer --workers"):
+        list(engine.run(documents.find_jsonl(exported.docs).blocks(8)))
+    engine.close()
+
+
+def test_few_blocks_are_under_way():
+    started, taken = [], []
+    for result in engines.in_order(lambda n: started.append(n) or n, lambda n: n * n, range(50), 6):
+        taken.append(result)
+        assert len(started) - len(taken) < 6
+    assert taken == [n * n for n in range(50)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(st.characters(codec="utf-8"), max_size=20), min_size=1, max_size=20), st.integers(0, 22),
+       st.integers(1, 90), st.booleans())  # fmt: skip
+def test_blocks_hold_every_document_once_and_one_split(tmp_path_factory, texts, docs_val, block_bytes, final_newline):
+    path = tmp_path_factory.mktemp("docs") / "d.jsonl"
+    lines = "\n".join(json.dumps({"text": text}) for text in texts) + "\n" * final_newline
+    path.write_text(lines)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "BLOCK_BYTES", block_bytes)
+        source = documents.find_jsonl(path)
+        blocks = list(source.blocks(docs_val))
+        assert [text.decode() for block in blocks for text in source.parse(block)] == texts
+    assert b"".join(block.lines for block in blocks) == lines.encode()
+    for block in blocks:
+        assert (block.split == "val") == (block.first_doc + block.docs <= docs_val) and block.docs > 0
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+def test_damaged_compression_is_refused(exported, tmp_path, suffix):
+    packed = compress(exported.docs.read_bytes(), suffix)
+    (tmp_path / f"docs.jsonl{suffix}").write_bytes(packed[: len(packed) // 2] + b"\xff" * 50)
+    result = export(tmp_path / f"docs.jsonl{suffix}", tmp_path / "out", exported.folder / "specs.json")
+    assert_refused(result, f"docs.jsonl{suffix}")
+
+
+def compress(raw, suffix):
+    if suffix == ".zst":
+        try:
+            from compression import zstd
+        except ImportError:
+            zstd = pytest.importorskip("zstandard")
+        return zstd.compress(raw)
+    return {".gz": gzip, ".xz": lzma}[suffix].compress(raw)
+
+
+@pytest.mark.parametrize(
+    ("module", "option", "name"),
+    [("zstandard", "--docs-jsonl", "docs.jsonl.zst"), ("pyarrow", "--docs-parquet", "docs.parquet"), ("ray", "", "")],
+)
+def test_missing_extras_are_named(exported, tmp_path, monkeypatch, module, option, name):
+    if module == "zstandard" and sys.version_info >= (3, 14):
+        pytest.skip("part of this Python")
+    (tmp_path / f"{module}.py").write_text("raise ImportError")  # hides an installed one
+    if name:
+        (tmp_path / name).write_bytes(b"x")
+    inputs = (option, tmp_path / name) if option else ("--docs-jsonl", exported.docs, "--engine", "ray")
+    specs = ("--tokenizer-config", exported.folder / "specs.json", "--output-root", tmp_path / "out")
+    result = run_script("download_hf_docs_and_tokenize", *inputs, *specs, PYTHONPATH=str(tmp_path))
+    assert_refused(result, f"pip install {module}")
+
+
+def test_parquet_gives_the_same_tokens(exported, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for index, texts in enumerate((exported.texts[:25], exported.texts[25:])):
+        parquet.write_table(pyarrow.table({"text": texts, "id": texts}), tmp_path / f"part_{index}.parquet")
+    inputs = ("--docs-parquet", tmp_path, "--val-docs", 8, "--unofficial-split", "--byte260", "--shard-tokens", 700)
+    specs = ("--tokenizer-config", exported.folder / "specs.json", "--output-root", tmp_path / "out", "--workers", 1)
+    result = run_script("download_hf_docs_and_tokenize", *inputs, *specs)
+    assert result.returncode == 0, result.stderr
+    assert snapshot(tmp_path / "out" / "datasets") == snapshot(exported.out / "datasets")
+    parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "part_2.parquet")
+    assert_refused(run_script("download_hf_docs_and_tokenize", *inputs, *specs), "part_2.parquet", "'text'")
+
+
+def test_ray_gives_the_same_bytes_although_a_node_dies(exported, tmp_path):
+    ray = pytest.importorskip("ray", reason="ray is an optional extra and not installed")
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    docs = helpers.write_docs(tmp_path, helpers.make_texts(60) * 800, docs_val=8)
+    outs = {engine: tmp_path / engine for engine in ("ray", "local")}
+    specs = exported.folder / "specs.json"
+    reuse = ("--reuse-sp-model", f"320={exported.out / 'tokenizers/fineweb_320_bpe.model'}", "--shard-tokens", 500_000)
+    assert export(docs, outs["local"], specs, *reuse).returncode == 0
+    on_ray = ("--engine", "ray", "--ray-address", cluster.address)
+    arguments = (*export_arguments(docs, outs["ray"], specs), *reuse, *on_ray)
+    command = [sys.executable, str(DATA / "download_hf_docs_and_tokenize.py"), *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        folder = outs["ray"] / ".staging/datasets/fineweb10B_sp320"
+        deadline = time.monotonic() + 90
+        while not list(folder.glob("fineweb_train*")) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        assert process.poll() is None  # it was at work, and has to do without that node
+        output, _ = process.communicate(timeout=90)
+    finally:
+        process.kill()
+        ray.shutdown()
+        cluster.shutdown()
+    assert process.returncode == 0, output
+    assert snapshot(outs["ray"]) == snapshot(outs["local"])
 
 
 @pytest.mark.parametrize(
@@ -409,247 +615,49 @@ def test_interrupted_swap_is_finished_by_the_next_run(tmp_path):
 def test_bad_specs_are_refused(tmp_path, spec, part):
     path = helpers.write_specs(tmp_path / "s.json", **{"vocab_size": 320, **spec})
     with pytest.raises(shards.DataError, match=part):
-        exporter.load_specs(path, [], byte260=False)
+        tokenizer_build.load_specs(path, [], byte260=False)
 
 
 def test_shipped_specs():
-    (spec,) = exporter.load_specs(DATA / "tokenizer_specs.json", [], byte260=False)
+    (spec,) = tokenizer_build.load_specs(DATA / "tokenizer_specs.json", [], byte260=False)
     assert (spec.variant, spec.train_docs) == ("sp4096", 5_000_000)
-    (spec,) = exporter.load_specs(DATA / "tokenizer_specs_sample.json", [], byte260=False)
+    (spec,) = tokenizer_build.load_specs(DATA / "tokenizer_specs_sample.json", [], byte260=False)
     assert spec.variant == "sp1024"
+    (spec,) = tokenizer_build.load_specs(DATA / "tokenizer_specs_caseops.json", [], byte260=False)
+    assert (spec.variant, spec.transform) == ("sp8192_caseops", "caseops")
+
+
+def test_skip_byte_leaves_out_byte_tokenizers(tmp_path):
+    path = helpers.write_specs(tmp_path / "s.json")
+    entries = json.loads(path.read_text())["tokenizers"]
+    path.write_text(json.dumps({"tokenizers": [*entries, {"name": "b", "kind": "byte", "vocab_size": 260}]}))
+    for skip, variants in ((False, ["sp320", "byte260"]), (True, ["sp320"])):
+        assert [spec.variant for spec in tokenizer_build.load_specs(path, [], False, skip)] == variants
+    path.write_text(json.dumps({"tokenizers": [{"name": "b", "kind": "byte", "vocab_size": 260}]}))
+    with pytest.raises(shards.DataError, match="at least one"):
+        tokenizer_build.load_specs(path, [], False, True)
+
+
+def test_zst_gives_the_same_documents(exported, tmp_path):
+    (tmp_path / "d.jsonl.zst").write_bytes(compress(exported.docs.read_bytes(), ".zst"))
+    assert list(documents.find_jsonl(tmp_path / "d.jsonl.zst").texts()) == exported.texts
 
 
 def test_train_docs_and_trainer_settings_change_the_model(exported, tmp_path):
     models = set()
     for more in ({}, {"train_docs": 30}, {"trainer": {"split_digits": False, "character_coverage": 0.98}}):
-        spec = exporter.TokenizerSpec("t", "sentencepiece", 300, **more)
-        models.add(exporter.train_sentencepiece(spec, exported.texts[: spec.train_docs]))
+        spec = tokenizer_build.TokenizerSpec("t", "sentencepiece", 300, **more)
+        models.add(tokenizer_build.train_sentencepiece(spec, exported.texts[: spec.train_docs]))
     assert len(models) == 3
 
 
 def test_memory_is_checked_before_training(monkeypatch, capsys):
-    monkeypatch.setattr(exporter, "available_memory_bytes", lambda: 10**9)
-    spec = exporter.TokenizerSpec("t", "sentencepiece", 300)
+    monkeypatch.setattr(tokenizer_build, "available_memory_bytes", lambda: 10**9)
+    spec = tokenizer_build.TokenizerSpec("t", "sentencepiece", 300)
     with pytest.raises(shards.DataError, match="--force-memory"):
-        exporter.check_memory(spec, 10**9, force=False)
-    exporter.check_memory(spec, 10**9, force=True)
+        tokenizer_build.check_memory(spec, 10**9, force=False)
+    tokenizer_build.check_memory(spec, 10**9, force=True)
     assert "about 5.1 GB" in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------- downloads
-
-
-REPO = "some/repo"
-
-
-@pytest.fixture
-def hub():
-    pytest.importorskip("huggingface_hub")
-    hub = FakeHub()
-    hub.publish(REPO, "sp512", train=[50, 60, 70], val=[40, 10])
-    yield hub
-    hub.close()
-
-
-def download(hub, data_dir, *args, **environment):
-    env = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(data_dir / "hf"), "MATCHED_FINEWEB_REPO_ID": REPO, **environment}
-    return run_script("cached_challenge_fineweb", "--data-dir", data_dir, "--variant", "sp512", *args, **env)
-
-
-def check_complete(hub, data_dir, train_shards=3):
-    folder = data_dir / "datasets/fineweb10B_sp512"
-    remote = f"{REPO}/datasets/datasets/fineweb10B_sp512"
-    names = [f"fineweb_val_{i:06d}.bin" for i in range(2)] + [f"fineweb_train_{i:06d}.bin" for i in range(train_shards)]
-    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
-    for name in names:
-        assert (folder / name).read_bytes() == hub.files[f"{remote}/{name}"]
-        assert not (folder / name).is_symlink()
-    assert (data_dir / "tokenizers/fineweb_512_bpe.model").stat().st_size > 1000
-
-
-def test_download_into_an_empty_folder_and_again(hub, tmp_path):
-    assert (first := download(hub, tmp_path, "--train-shards", 1)).returncode == 0, first.stdout + first.stderr
-    check_complete(hub, tmp_path, train_shards=1)
-    assert not (tmp_path / ".download").exists()
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["datasets"][0]["downloaded_from"]["repo_id"] == REPO
-    hub.requests.clear()
-    again = download(hub, tmp_path, "--train-shards", 1)
-    assert again.returncode == 0 and "0 fetched" in again.stdout
-    assert not any("fineweb" in request for request in hub.requests)  # nor the manifest, which is cached
-    assert not any("manifest" in request for request in hub.requests)
-
-
-def test_broken_files_are_repaired_and_only_those(hub, tmp_path):
-    assert download(hub, tmp_path).returncode == 0
-    folder = tmp_path / "datasets/fineweb10B_sp512"
-    (folder / "fineweb_val_000000.bin").write_bytes(b"")
-    (folder / "fineweb_train_000001.bin").write_bytes((folder / "fineweb_train_000001.bin").read_bytes()[:-9])
-    (tmp_path / "tokenizers/fineweb_512_bpe.model").write_bytes(b"")
-    (folder / "fineweb_train_000002.bin").rename(tmp_path / "elsewhere.bin")
-    (folder / "fineweb_train_000002.bin").symlink_to(tmp_path / "elsewhere.bin")
-    (folder / "fineweb_train_000000.bin").unlink()
-    (folder / "fineweb_train_000000.bin").symlink_to(tmp_path / "dangling")
-    result = download(hub, tmp_path)
-    assert result.returncode == 0 and "4 fetched" in result.stdout, result.stdout + result.stderr
-    check_complete(hub, tmp_path)
-
-
-def test_throttling_and_truncation_end_well(hub, tmp_path):
-    shard = f"{REPO}/datasets/datasets/fineweb10B_sp512/fineweb_train_000000.bin"
-    hub.throttle[shard], hub.cut[shard] = 2, 1
-    result = download(hub, tmp_path, "--train-shards", 1)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "attempt 2 of" in result.stdout
-    check_complete(hub, tmp_path, train_shards=1)
-
-
-def test_verify_compares_hashes(hub, tmp_path):
-    manifest = json.loads(hub.files[f"{REPO}/datasets/manifest.json"])
-    name = "fineweb_val_000000.bin"
-    body = hub.files[f"{REPO}/datasets/datasets/fineweb10B_sp512/{name}"]
-    manifest["datasets"][0]["files"] = [{"name": name, "sha256": hashlib.sha256(body).hexdigest()}]
-    hub.files[f"{REPO}/datasets/manifest.json"] = json.dumps(manifest).encode()
-    assert download(hub, tmp_path).returncode == 0
-    (tmp_path / "datasets/fineweb10B_sp512" / name).write_bytes(body[:-1] + b"\1")
-    assert "0 fetched" in download(hub, tmp_path).stdout
-    assert "1 fetched" in download(hub, tmp_path, "--verify").stdout
-    check_complete(hub, tmp_path)
-
-
-def test_stale_manifest_is_refetched(hub, tmp_path):
-    assert download(hub, tmp_path, "--train-shards", 0).returncode == 0
-    hub.publish(REPO, "sp700", train=[5], val=[5])
-    result = download(hub, tmp_path, "--variant", "sp700")
-    assert result.returncode == 0, result.stdout + result.stderr
-    hub.publish("other/repo", "sp701", train=[5], val=[5], root="x/y")
-    other = download(hub, tmp_path, "--variant", "sp701", "--repo-id", "other/repo", "--remote-root", "x/y")
-    assert other.returncode == 0, other.stdout + other.stderr
-    names = [dataset["name"] for dataset in json.loads((tmp_path / "manifest.json").read_text())["datasets"]]
-    assert names == ["fineweb10B_sp512", "fineweb10B_sp700", "fineweb10B_sp701"]
-
-
-def test_old_manifest_of_unknown_origin_is_no_obstacle(hub, tmp_path):
-    (tmp_path / "manifest.json").write_text('{"version": "10B", "datasets": [{"name": "fineweb10B_sp1024"}]}')
-    assert download(hub, tmp_path, "--train-shards", 0).returncode == 0
-
-
-def test_missing_things_are_named(hub, tmp_path):
-    assert_refused(download(hub, tmp_path, "--variant", "sp999"), REPO, "no variant sp999", "it has: sp512")
-    assert_refused(download(hub, tmp_path, "--train-shards", 4), "--train-shards 4", "has 3")
-    assert_refused(download(hub, tmp_path, "--remote-root", "wrong"), "wrong/manifest.json is missing", "404")
-    del hub.files[f"{REPO}/datasets/datasets/fineweb10B_sp512/fineweb_val_000001.bin"]
-    secret = "hf_secret_token_value"
-    result = download(hub, tmp_path, HF_TOKEN=secret)
-    assert_refused(result, "fineweb_val_000001.bin is missing")
-    assert secret not in result.stdout + result.stderr
-
-
-def test_short_split_that_agrees_with_its_header_is_refused(hub, tmp_path):
-    hub.files[f"{REPO}/datasets/datasets/fineweb10B_sp512/fineweb_val_000001.bin"] = shard_bytes([1] * 5)
-    assert_refused(download(hub, tmp_path, "--train-shards", 0), "45 val tokens", "50")
-
-
-@pytest.mark.parametrize("key", ["model_path", "vocab_path"])
-@pytest.mark.parametrize(
-    "path", ["../evil.model", "/tmp/evil.model", "tokenizers/../../evil", "shards.py", "tokenizers\\x"]
-)
-def test_hostile_tokenizer_paths_write_nothing(tmp_path, monkeypatch, key, path):
-    manifest = {
-        "datasets": [{"name": "fineweb10B_sp4", "tokenizer_name": "t", "stats": {"files_train": 0, "files_val": 0}}],
-        "tokenizers": [{"name": "t", "model_path": "tokenizers/a.model", key: path}],
-    }
-    monkeypatch.setattr(downloader, "hub_download", lambda *args: pytest.fail("nothing may be fetched"))
-    with pytest.raises(shards.DataError, match="only tokenizers/NAME is allowed"):
-        downloader.wanted_files(manifest, manifest["datasets"][0], None)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda x: st.lists(x) | st.dictionaries(st.text(), x))
-)
-def test_malformed_manifests_give_a_clear_error(junk):
-    repository = downloader.Repository("a/b", "", "main")
-    good = {"name": "fineweb10B_sp4", "tokenizer_name": "t", "stats": {"files_train": 1, "files_val": 1}}
-    for manifest in (
-        {"datasets": junk},
-        {"datasets": [good], "tokenizers": junk},
-        {"datasets": [{**good, "stats": junk}]},
-    ):
-        with pytest.raises(shards.DataError):
-            downloader.wanted_files(manifest, downloader.find_dataset(manifest, "sp4", repository), None)
-
-
-class RefusalError(Exception):
-    """What a hub client raises: an error with the server's answer attached."""
-
-    def __init__(self, status: int, **headers: str) -> None:
-        super().__init__("from the server")
-        self.response = types.SimpleNamespace(status_code=status, headers=headers)
-
-
-def test_back_off_honours_retry_after_and_tells_throttled_from_missing(tmp_path, monkeypatch, capsys):
-    disguised = FileNotFoundError("not found")
-    disguised.__cause__ = RefusalError(429)
-    outcomes, waits = [RefusalError(429, **{"Retry-After": "7"}), disguised, ConnectionError("reset"), tmp_path], []
-
-    def attempt(*args):
-        outcome = outcomes.pop(0)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    monkeypatch.setattr(downloader, "hub_download", attempt)
-    monkeypatch.setattr(downloader.time, "sleep", waits.append)
-    repository = downloader.Repository("a/b", "", "main")
-    assert downloader.fetch(repository, "x", tmp_path, lambda path: None) == tmp_path
-    assert 7 <= waits[0] <= 8.75 and 2 <= waits[1] <= 2.5 and 4 <= waits[2] <= 5
-    assert capsys.readouterr().out.count("throttled (HTTP 429)") == 2
-    outcomes[:] = [RefusalError(404)]
-    with pytest.raises(shards.DataError, match="is missing"):
-        downloader.fetch(repository, "x", tmp_path, lambda path: None)
-    outcomes[:] = [RefusalError(429)] * 20
-    with pytest.raises(shards.DataError, match=r"gave up after .* throttled"):
-        downloader.fetch(repository, "x", tmp_path, lambda path: None)
-
-
-def test_list_names_variants_and_sizes(hub, tmp_path):
-    result = download(hub, tmp_path, "--list")
-    assert result.returncode == 0, result.stderr
-    assert "sp512: 3 train shards (180 tokens), 2 val shards (50 tokens), tokenizer sp_bpe_512" in result.stdout
-    assert not (tmp_path / "datasets").exists()
-
-
-def test_documents_are_downloaded_and_exported(hub, tmp_path):
-    docs = helpers.write_docs(tmp_path / "made", helpers.make_texts(30), docs_val=4)
-    for name in ("docs_selected.jsonl", "docs_selected.source_manifest.json"):
-        hub.files[f"{REPO}/datasets/{name}"] = docs.with_name(name).read_bytes()
-    env = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf")}
-    specs = helpers.write_specs(tmp_path / "s.json")
-    args = ("--output-root", tmp_path / "out", "--tokenizer-config", specs, "--repo-id", REPO)
-    result = run_script("download_hf_docs_and_tokenize", *args, **env)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert (tmp_path / "out" / "docs_selected.jsonl").read_bytes() == docs.read_bytes()
-    assert (tmp_path / "out" / "manifest.json").exists()
-    with_docs = download(hub, tmp_path / "d", "--train-shards", 0, "--with-docs")
-    assert with_docs.returncode == 0 and (tmp_path / "d" / "docs_selected.jsonl").read_bytes() == docs.read_bytes()
-
-
-def test_default_repositories_and_their_overrides(monkeypatch):
-    def arguments(**changes):
-        return types.SimpleNamespace(**{"repo_id": None, "remote_root": None, "revision": "main", **changes})
-
-    make = downloader.Repository.from_arguments
-    for name in (downloader.REPOSITORY_VARIABLE, downloader.REMOTE_ROOT_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-    assert make(arguments(), "sp1024").repo_id == "willdepueoai/parameter-golf"
-    assert str(make(arguments(), "sp8192")) == "kevclark/parameter-golf (folder datasets, revision main)"
-    with pytest.raises(shards.DataError, match="--repo-id"):
-        make(arguments(), "sp77")
-    monkeypatch.setenv(downloader.REPOSITORY_VARIABLE, "env/repo")
-    monkeypatch.setenv(downloader.REMOTE_ROOT_VARIABLE, "root/")
-    assert make(arguments(), "sp77") == downloader.Repository("env/repo", "root", "main")
-    assert make(arguments(repo_id="a/b", remote_root=""), "sp77").remote_path("x") == "x"
 
 
 def test_sources_are_ascii():
