@@ -1272,13 +1272,11 @@ class Score:
     val_bpb: float
     seconds: float
 
-def sequence_windows(targets: int, seq_len: int) -> np.ndarray:
-    """Whole sequences side by side, as rows (start, first, end): targets [first, end) count, from `start` on."""
-    start = np.arange(0, targets - seq_len + 1, seq_len)
-    return np.stack([start, np.zeros_like(start), np.full_like(start, seq_len)], axis=1)
-
 def sliding_windows(targets: int, seq_len: int, stride: int) -> np.ndarray:
-    """A window each `stride`; the first scores all, a later one what the earlier ones left; each target once."""
+    """Rows (start, first, end): a window each `stride` scores its targets [first, end), counted from `start`.
+
+    The first scores all, a later one what the earlier ones left: each target once. stride = seq_len: no overlap.
+    """
     start = np.arange(0, max(targets - seq_len + stride, 1), stride)
     return np.stack([start, np.where(start == 0, 0, seq_len - stride), np.minimum(seq_len, targets - start)], axis=1)
 
@@ -1297,7 +1295,7 @@ class Evaluator:
         self._tokens = torch.from_numpy(val.tokens.astype(np.int32)).to(world.device)
 
     def full(self) -> Score:
-        windows = sequence_windows(self.val.targets, self.hp.eval_seq_len)
+        windows = sliding_windows(self.val.targets, self.hp.eval_seq_len, self.hp.eval_seq_len)
         return self._score(windows, "validation")
 
     def sliding(self) -> Score:
@@ -1903,6 +1901,7 @@ class Run:
                 f"val_bytes: {self.val.target_bytes} ({self.val.note})",
                 f"batch: {hp.train_batch_tokens} tokens = {world.size} ranks x {plan.grad_accum_steps} micro-batches x "
                 + f"{plan.micro_sequences} sequences of {hp.train_seq_len}",
+                f"tokenizer: {hp.tokenizer_path.stat().st_size} bytes (the rules do not count it)",
                 f"model_params:{self.parameters}",
                 f"artifact estimate: {estimate / 1e6:.1f} MB of {SIZE_CAP_BYTES / 1e6:.1f} (weight decay decides)"]
 

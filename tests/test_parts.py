@@ -65,7 +65,7 @@ def test_no_target_of_the_tail_is_scored_twice(length, window, stride):
 @quick
 @given(st.integers(1, 50), st.integers(1, 70))
 def test_sequences_side_by_side_cover_whole_sequences(sequences, seq_len):
-    windows = tg.sequence_windows(sequences * seq_len, seq_len)
+    windows = tg.sliding_windows(sequences * seq_len, seq_len, seq_len)
     assert windows.tolist() == [[i * seq_len, 0, seq_len] for i in range(sequences)]
 
 
