@@ -504,6 +504,8 @@ def write_file(path: Path, data: bytes) -> None:
             f.flush()
             os.fsync(f.fileno())
         temporary.replace(path)
+    except OSError as error:  # a failed write alone does not name its file
+        raise OSError(error.errno, f"{error.strerror}; free some space or set OUTPUT_DIR", str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -1937,10 +1939,7 @@ class Run:
         """Rank 0 saves the averaged weights, collects Hessians on the clock, quantises and writes; all wait for it."""
         hessian_seconds, hessians = 0.0, {}
         if self.world.is_main:
-            buffer = io.BytesIO()
-            torch.save({name: t.cpu() for name, t in self.model.state_dict().items()}, buffer)
-            write_file(self.output / "final_model.pt", buffer.getvalue())
-            self.log(f"Serialized model: {len(buffer.getvalue())} bytes")
+            self.write_checkpoint()
             self.log(f"Code size: {len(self.source)} bytes")
             if self.hp.gptq_enabled:
                 before = trainer.clock.seconds
@@ -1949,6 +1948,16 @@ class Run:
                 hessian_seconds = trainer.clock.seconds - before
             self.write_quantized(hessians)
         return self.world.broadcast_object(hessian_seconds)
+
+    def write_checkpoint(self) -> None:
+        """The averaged weights as they are; a disk too full for them must not cost the artifact."""
+        buffer = io.BytesIO()
+        torch.save({name: t.cpu() for name, t in self.model.state_dict().items()}, buffer)
+        try:
+            write_file(self.output / "final_model.pt", buffer.getvalue())
+            self.log(f"Serialized model: {len(buffer.getvalue())} bytes")
+        except OSError as error:
+            self.log(f"WARNING: final_model.pt was not written ({error}); the run goes on")
 
     def write_quantized(self, hessians: dict[str, Tensor]) -> None:
         label, path = f"int6+{self.hp.compressor}", self.output / "final_model.int6.ptz"
@@ -2085,11 +2094,11 @@ def main() -> int:
             print("\n".join(f"{item.name}: {format_setting(getattr(hp, item.name))}" for item in fields(hp)))
             return 0
         execute(hp)
-    except RunError as error:
+    except (RunError, OSError) as error:  # what the user or the machine caused: one line, no traceback
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(2)  # if rank 0 fails too, torchrun ends this process meanwhile and the message comes once
         print(f"error: {error}", file=sys.stderr)
-        return leave(error.exit_code)
+        return leave(error.exit_code if isinstance(error, RunError) else SetupError.exit_code)
     except Exception:  # noqa: BLE001 - whatever it was, the other ranks must not wait for this one
         print(f"error: rank {os.environ.get('RANK', '0')} failed", file=sys.stderr)
         traceback.print_exc()

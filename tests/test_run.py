@@ -339,6 +339,34 @@ def test_an_artifact_over_the_target_is_quantised_again_until_it_fits(tmp_path):
     assert float(block["int6_val_bpb"]) - float(block["pre_quant_val_bpb"]) < 0.03
 
 
+FULL_DISK = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+largest = os.path.getsize(train_gpt.__file__) + {more}
+resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+"""
+
+
+def run_on_full_disk(folder, more: int, **changes) -> subprocess.CompletedProcess:
+    """A run in which no file can grow beyond the script's size plus `more` bytes."""
+    make_data(folder)
+    script = write_wrapper(folder, FULL_DISK.format(more=more))
+    return run_script(folder, script=script, run_id="r", **{**SHORT, **changes})
+
+
+def test_a_disk_too_full_for_the_checkpoint_still_takes_the_artifact(tmp_path):
+    result = run_on_full_disk(tmp_path, 60_000)
+    assert result.returncode == 0, result.stderr
+    assert "WARNING: final_model.pt was not written" in result.stdout
+    assert (tmp_path / "final_model.int6.ptz").is_file() and not (tmp_path / "final_model.pt").exists()
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_disk_too_full_for_the_artifact_is_one_clear_line(tmp_path):
+    assert_refused(run_on_full_disk(tmp_path, 60_000, model_dim=64, embedding_dim=64), 2, "final_model.int6.ptz")
+    assert not list(tmp_path.glob(".*.tmp")) and not (tmp_path / "final_model.int6.ptz").exists()
+
+
 # -- refused before the first step -------------------------------------------------------------------------------------
 
 
