@@ -74,7 +74,7 @@ class ArtifactError(RunError, ValueError):
     exit_code = 6  # an artifact is truncated, damaged or foreign
 
 EXIT_CODES = """Exit codes: 0 fine, 1 unexpected error, 2 settings, data or machine, 3 loss not finite, 4 over the size
-cap, 5 training data read after the cap, 6 artifact unreadable. (torchrun exits 1 and lists its workers' codes.)"""
+cap, 5 training data read after the cap, 6 artifact unreadable, 130 interrupted. (torchrun exits 1 and lists them.)"""
 
 
 # ---- Settings --------------------------------------------------------------------------------------------------------
@@ -486,14 +486,20 @@ class RunLog:
     def __call__(self, line: str, console: bool = True) -> None:
         if self._text is None:
             return
-        self._text.write(line + "\n")
+        self._write(self._text, line + "\n")
         if console:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
 
     def record(self, kind: str, **values: Any) -> None:
         if self._records is not None:
-            self._records.write(json.dumps({"type": kind, **values}) + "\n")
+            self._write(self._records, json.dumps({"type": kind, **values}) + "\n")
+
+    def _write(self, file: Any, text: str) -> None:
+        try:
+            file.write(text)
+        except OSError as error:  # a full disk must not end a paid run
+            print(f"WARNING: {file.name} was not written ({error}); the run goes on", file=sys.stderr)
 
 def write_file(path: Path, data: bytes) -> None:
     """Writes under a temporary name, syncs and renames: a full disk never leaves half a file under `path`."""
@@ -2099,6 +2105,9 @@ def main() -> int:
             time.sleep(2)  # if rank 0 fails too, torchrun ends this process meanwhile and the message comes once
         print(f"error: {error}", file=sys.stderr)
         return leave(error.exit_code if isinstance(error, RunError) else SetupError.exit_code)
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return leave(130)
     except Exception:  # noqa: BLE001 - whatever it was, the other ranks must not wait for this one
         print(f"error: rank {os.environ.get('RANK', '0')} failed", file=sys.stderr)
         traceback.print_exc()

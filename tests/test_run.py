@@ -367,6 +367,20 @@ def test_a_disk_too_full_for_the_artifact_is_one_clear_line(tmp_path):
     assert not list(tmp_path.glob(".*.tmp")) and not (tmp_path / "final_model.int6.ptz").exists()
 
 
+def test_a_disk_too_full_for_the_log_does_not_end_the_run(tmp_path):
+    small = {"num_layers": 1, "xsa_last_n": 1, "ve_enabled": 0}
+    result = run_on_full_disk(tmp_path, 1_000, **small)
+    assert result.returncode == 0, result.stderr
+    assert "r.txt was not written" in result.stderr
+    assert summary_block(result.stdout)["valid"] == "yes" and (tmp_path / "final_model.int6.ptz").is_file()
+
+
+def test_an_interrupted_run_says_so_in_one_line(tmp_path):
+    make_data(tmp_path)
+    body = "def stop(*_):\n    raise KeyboardInterrupt\n\n\ntrain_gpt.Trainer.fit = stop"
+    assert_refused(run_script(tmp_path, script=write_wrapper(tmp_path, body), **SHORT), 130, "interrupted")
+
+
 # -- refused before the first step -------------------------------------------------------------------------------------
 
 
