@@ -102,6 +102,7 @@ class Hyperparameters:
     device: Literal["auto", "cuda", "mps", "cpu"] = setting("auto", "auto: cuda, else mps, else cpu")
     precision: Literal["auto", "bf16", "fp32"] = setting("auto", "activations; auto: bf16 on GPUs that have it")
     attention: Literal["auto", "fa3", "cudnn", "flash", "math"] = setting("auto", "attention kernel; a name forces it")
+    kernels: Literal["auto", "0", "1"] = setting("auto", "fused Triton kernels; auto: on Hopper GPUs in bf16; 0: plain")
     compile: Literal["auto", "0", "1"] = setting("auto", "torch.compile; auto: on with CUDA and Triton")
     # length of the run
     iterations: int = setting(20000, "steps at most", above=0)
@@ -903,7 +904,26 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
     raise SetupError(f"ATTENTION={hp.attention} cannot be used here: {'; '.join(refused)}; unset ATTENTION")
 
 
-# ---- Model -----------------------------------------------------------------------------------------------------------
+# ---- Kernels: fused Triton versions, each beside the plain PyTorch that it must equal --------------------------------
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # the plain functions are used, and the log says so
+    triton = None
+
+QKV = tuple[Tensor, Tensor, Tensor]  # (B, T, H, D), (B, T, KV, D), (B, T, KV, D)
+HEAD_ROWS = 64  # tokens of a program that works on one head
+MLP_TILE = (128, 256, 64, 3)  # rows, columns, depth of a tile; stages of its pipeline
+MLP_WARPS = 8
+
+def jit(function: Callable) -> Callable:
+    return triton.jit(function) if triton else function
+
+def power_of_two(n: int) -> int:
+    """The next one from n on: Triton's tiles have such widths."""
+    return 1 << (n - 1).bit_length()
 
 def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
@@ -925,14 +945,363 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
     return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
 
+def split_qkv(qkv: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], gain: Tensor, kv_heads: int) -> QKV:
+    """One product (B, T, (H + 2 KV) D) -> normed, rotated q (times `gain` (H)) and k, and v (plus `value`)."""
+    q, k, v = qkv.unflatten(-1, (len(gain) + 2 * kv_heads, -1)).split([len(gain), kv_heads, kv_heads], dim=2)
+    q = rotate(rms_norm(q), rope) * gain.to(q.dtype)[:, None]
+    return q, rotate(rms_norm(k), rope), v if value is None else v + value.view_as(v)
+
+@jit
+def head_rows(base_ptr, tokens, heads, head, dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
+    """Pointers and mask of a tile (rows, width): one head of the tokens of program 0, in (tokens, heads, dim)."""
+    token = tl.program_id(0) * rows + tl.arange(0, rows)
+    column = tl.arange(0, width)
+    inside = (token < tokens)[:, None] & (column < dim)[None, :]
+    return base_ptr + (token.to(tl.int64) * heads + head)[:, None] * dim + column[None, :], inside
+
+@jit
+def rope_tile(cos_ptr, sin_ptr, length, half: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
+    """Factors of a tile's own and partner values, (rows, width), and the distance to the partner, (width)."""
+    position = (tl.program_id(0) * rows + tl.arange(0, rows)) % length
+    column = tl.arange(0, width)
+    at = position[:, None] * half + (column % half)[None, :]
+    rotated = (column < 2 * half)[None, :]
+    cos = tl.load(cos_ptr + at, mask=rotated, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + at, mask=rotated, other=0.0).to(tl.float32)
+    first = column < half
+    return cos, tl.where(first[None, :], sin, -sin), tl.where(column < 2 * half, tl.where(first, half, -half), 0)
+
+@jit
+def split_qkv_forward(x_ptr, value_ptr, cos_ptr, sin_ptr, gain_ptr, q_ptr, k_ptr, v_ptr, tokens, length, heads: tl.constexpr, kv_heads: tl.constexpr,
+                      dim: tl.constexpr, half: tl.constexpr, has_value: tl.constexpr, rows: tl.constexpr,
+                      width: tl.constexpr):
+    head = tl.program_id(1)
+    x_at, inside = head_rows(x_ptr, tokens, heads + 2 * kv_heads, head, dim, rows, width)
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    if head >= heads + kv_heads:
+        out_at, _ = head_rows(v_ptr, tokens, kv_heads, head - heads - kv_heads, dim, rows, width)
+        if has_value:
+            value_at, _ = head_rows(value_ptr, tokens, kv_heads, head - heads - kv_heads, dim, rows, width)
+            x += tl.load(value_at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        cos, sin, partner = rope_tile(cos_ptr, sin_ptr, length, half, rows, width)
+        other = tl.load(x_at + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + 1.1920928955078125e-07)
+        if head < heads:
+            scale *= tl.load(gain_ptr + head)
+            out_at, _ = head_rows(q_ptr, tokens, heads, head, dim, rows, width)
+        else:
+            out_at, _ = head_rows(k_ptr, tokens, kv_heads, head - heads, dim, rows, width)
+        x = (x * cos + other * sin) * scale[:, None]
+    tl.store(out_at, x.to(x_ptr.dtype.element_ty), mask=inside)
+
+@jit
+def split_qkv_backward(x_ptr, cos_ptr, sin_ptr, gain_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, dgain_ptr, tokens, length, heads: tl.constexpr,
+                       kv_heads: tl.constexpr, dim: tl.constexpr, half: tl.constexpr, rows: tl.constexpr,
+                       width: tl.constexpr):
+    head = tl.program_id(1)
+    x_at, inside = head_rows(x_ptr, tokens, heads + 2 * kv_heads, head, dim, rows, width)
+    out_at, _ = head_rows(dx_ptr, tokens, heads + 2 * kv_heads, head, dim, rows, width)
+    if head >= heads + kv_heads:
+        d_at, _ = head_rows(dv_ptr, tokens, kv_heads, head - heads - kv_heads, dim, rows, width)
+        dx = tl.load(d_at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        gain = 1.0
+        if head < heads:
+            gain = tl.load(gain_ptr + head)
+            d_at, _ = head_rows(dq_ptr, tokens, heads, head, dim, rows, width)
+        else:
+            d_at, _ = head_rows(dk_ptr, tokens, kv_heads, head - heads, dim, rows, width)
+        cos, sin, partner = rope_tile(cos_ptr, sin_ptr, length, half, rows, width)
+        d = tl.load(d_at, mask=inside, other=0.0).to(tl.float32)
+        d = d * cos - tl.load(d_at + partner[None, :], mask=inside, other=0.0).to(tl.float32) * sin  # rotated back
+        x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + 1.1920928955078125e-07)
+        x *= scale[:, None]
+        along = tl.sum(d * x, axis=1)
+        dx = (d - x * (along / dim)[:, None]) * (scale * gain)[:, None]
+        if head < heads:
+            tl.store(dgain_ptr + tl.program_id(0) * heads + head, tl.sum(along))
+    tl.store(out_at, dx.to(x_ptr.dtype.element_ty), mask=inside)
+
+class SplitQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, value, cos, sin, gain, kv_heads):
+        batch, length, width = qkv.shape
+        heads, half = len(gain), cos.size(-1)
+        dim = width // (heads + 2 * kv_heads)
+        q, k, v = (qkv.new_empty(batch, length, n, dim) for n in (heads, kv_heads, kv_heads))
+        grid = (-(-batch * length // HEAD_ROWS), heads + 2 * kv_heads)
+        split_qkv_forward[grid](qkv, value, cos, sin, gain, q, k, v, batch * length, length, heads, kv_heads, dim, half,
+                                value is not None, HEAD_ROWS, power_of_two(dim))
+        ctx.save_for_backward(qkv, cos, sin, gain)
+        ctx.kv_heads, ctx.has_value = kv_heads, value is not None
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        qkv, cos, sin, gain = ctx.saved_tensors
+        batch, length, heads, dim = dq.shape
+        grid = (-(-batch * length // HEAD_ROWS), heads + 2 * ctx.kv_heads)
+        dqkv, dgain = torch.empty_like(qkv), gain.new_empty(grid[0], heads)
+        dv = dv.contiguous()
+        split_qkv_backward[grid](qkv, cos, sin, gain, dq.contiguous(), dk.contiguous(), dv, dqkv, dgain, batch * length,
+                                 length, heads, ctx.kv_heads, dim, cos.size(-1), HEAD_ROWS, power_of_two(dim))
+        return dqkv, dv.flatten(2) if ctx.has_value else None, None, None, dgain.sum(0), None
+
+def split_qkv_fused(qkv: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], gain: Tensor, kv_heads: int) -> QKV:
+    return SplitQKV.apply(qkv, value, *rope, gain, kv_heads)
+
 def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     """XSA: drops from each head's output (B, T, H, D) its part along the value (B, T, KV, D) at the same position."""
     direction = F.normalize(v, dim=-1).unsqueeze(3)
     grouped = y.unflatten(2, (v.size(2), -1))
     return (grouped - (grouped * direction).sum(-1, keepdim=True) * direction).flatten(2, 3)
 
+@jit
+def remove_own_value_kernel(y_ptr, v_ptr, d_out_ptr, out_ptr, dv_ptr, tokens, heads: tl.constexpr, kv_heads: tl.constexpr,
+                            dim: tl.constexpr, backward: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
+    """Forward: out from y and v. Backward: out is the gradient of y, dv that of v."""
+    kv_head = tl.program_id(1)
+    v_at, inside = head_rows(v_ptr, tokens, kv_heads, kv_head, dim, rows, width)
+    v = tl.load(v_at, mask=inside, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.maximum(tl.sqrt(tl.sum(v * v, axis=1)), 1e-12)
+    v *= inverse[:, None]
+    dv = tl.zeros_like(v)
+    for i in tl.static_range(heads // kv_heads):
+        head = kv_head * (heads // kv_heads) + i
+        y_at, _ = head_rows(y_ptr, tokens, heads, head, dim, rows, width)
+        out_at, _ = head_rows(out_ptr, tokens, heads, head, dim, rows, width)
+        y = tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
+        if backward:
+            d_at, _ = head_rows(d_out_ptr, tokens, heads, head, dim, rows, width)
+            d = tl.load(d_at, mask=inside, other=0.0).to(tl.float32)
+            along_d = tl.sum(d * v, axis=1)[:, None]
+            dv -= along_d * y + tl.sum(y * v, axis=1)[:, None] * d
+            y = d - along_d * v
+        else:
+            y -= tl.sum(y * v, axis=1)[:, None] * v
+        tl.store(out_at, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if backward:
+        dv = (dv - tl.sum(dv * v, axis=1)[:, None] * v) * inverse[:, None]
+        dv_at, _ = head_rows(dv_ptr, tokens, kv_heads, kv_head, dim, rows, width)
+        tl.store(dv_at, dv.to(v_ptr.dtype.element_ty), mask=inside)
+
+class RemoveOwnValue(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, v):
+        y = y.contiguous()
+        ctx.save_for_backward(y, v)
+        out = torch.empty_like(y)
+        tokens, heads, kv_heads, dim = y.size(0) * y.size(1), y.size(2), v.size(2), y.size(3)
+        remove_own_value_kernel[(-(-tokens // HEAD_ROWS), kv_heads)](
+            y, v, y, out, v, tokens, heads, kv_heads, dim, False, HEAD_ROWS, power_of_two(dim))
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        y, v = ctx.saved_tensors
+        dy, dv = torch.empty_like(y), torch.empty_like(v)
+        tokens, heads, kv_heads, dim = y.size(0) * y.size(1), y.size(2), v.size(2), y.size(3)
+        remove_own_value_kernel[(-(-tokens // HEAD_ROWS), kv_heads)](
+            y, v, d_out.contiguous(), dy, dv, tokens, heads, kv_heads, dim, True, HEAD_ROWS, power_of_two(dim))
+        return dy, dv
+
+def token_losses(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
+    """fp32 nats of the targets (N) under logits (N, V) capped as cap * tanh(z / cap)."""
+    return F.cross_entropy(cap * torch.tanh(logits / cap).float(), targets, reduction="none")
+
+@jit
+def token_losses_kernel(logits_ptr, targets_ptr, losses_ptr, vocab, cap, gradient: tl.constexpr, width: tl.constexpr):
+    """One row. With `gradient` the row is replaced by the gradient of its loss, so that it is never stored twice."""
+    row = tl.program_id(0)
+    column = tl.arange(0, width)
+    inside = column < vocab
+    at = logits_ptr + row.to(tl.int64) * vocab + column
+    z = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tanh = 1 - 2 / (1 + tl.exp(z * (2 / cap)))
+    capped = tl.where(inside, cap * tanh, float("-inf"))
+    top = tl.max(capped, axis=0)
+    exps = tl.exp(capped - top)
+    total = tl.sum(exps, axis=0)
+    hit = column == tl.load(targets_ptr + row)
+    tl.store(losses_ptr + row, top + tl.log(total) - tl.sum(tl.where(hit, capped, 0.0), axis=0))
+    if gradient:
+        dz = (exps / total - hit.to(tl.float32)) * (1 - tanh * tanh)
+        tl.store(at, dz.to(logits_ptr.dtype.element_ty), mask=inside)
+
+def run_token_losses(logits: Tensor, targets: Tensor, cap: float, gradient: bool) -> Tensor:
+    losses = logits.new_empty(len(logits), dtype=torch.float32)
+    vocab = logits.size(1)
+    token_losses_kernel[(len(logits),)](logits, targets, losses, vocab, cap, gradient, power_of_two(vocab),
+                                        num_warps=min(max(vocab // 512, 4), 32))
+    return losses
+
+class HeadLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, cap):
+        logits = F.linear(x, weight)
+        losses = run_token_losses(logits, targets, cap, True)
+        ctx.save_for_backward(x, weight, logits)
+        return losses
+
+    @staticmethod
+    def backward(ctx, d_losses):
+        x, weight, d_logits = ctx.saved_tensors
+        d_losses = d_losses.to(x.dtype)[:, None]
+        return d_logits @ weight * d_losses, d_logits.T @ (x * d_losses), None, None
+
+def head_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
+    """fp32 nats of the targets (N) from the last activations (N, D) and the head's weight (V, D)."""
+    return token_losses(F.linear(x, weight), targets, cap)
+
+def head_losses_fused(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
+    if torch.is_grad_enabled():
+        return HeadLosses.apply(x, weight, targets, cap)
+    return run_token_losses(F.linear(x, weight), targets, cap, False)
+
 def leaky_square(x: Tensor) -> Tensor:
     return F.leaky_relu(x, 0.5).square()
+
+@jit
+def leaky_square_store(pre_ptr, out_ptr, m, n, acc, backward: tl.constexpr, save: tl.constexpr):
+    if backward:
+        pre = pre_ptr.load([m, n]).to(tl.float32)
+        out = acc * tl.where(pre > 0, 2 * pre, 0.5 * pre)
+    else:
+        pre = acc.to(out_ptr.dtype)
+        if save:
+            pre_ptr.store([m, n], pre)
+        pre = pre.to(tl.float32)
+        out = tl.where(pre > 0, pre * pre, 0.25 * pre * pre)
+    out_ptr.store([m, n], out.to(out_ptr.dtype))
+
+@jit
+def leaky_square_product(a_ptr, b_ptr, pre_ptr, out_ptr, columns: tl.constexpr, depth: tl.constexpr, backward: tl.constexpr,
+                         save: tl.constexpr, rounds: tl.constexpr, bm: tl.constexpr, bn: tl.constexpr,
+                         bk: tl.constexpr):
+    """out = leaky_square of a (M, K) times b (N, K) transposed, the product in pre; backward: product times slope at pre.
+
+    All are tensor descriptors, which cut what lies outside. Each program does `rounds` tiles; neighbours
+    share rows of a_ptr while these are in the cache.
+    """
+    for turn in tl.range(0, rounds, flatten=True):
+        tile = tl.program_id(0) + turn * tl.num_programs(0)
+        m, n = tile // columns * bm, tile % columns * bn
+        acc = tl.zeros((bm, bn), dtype=tl.float32)
+        for k in range(0, depth, bk):
+            acc = tl.dot(a_ptr.load([m, k]), b_ptr.load([n, k]).T, acc)
+        left, right = acc.reshape(bm, 2, bn // 2).permute(0, 2, 1).split()  # half the shared memory for the output
+        leaky_square_store(pre_ptr, out_ptr, m, n, left, backward, save)
+        leaky_square_store(pre_ptr, out_ptr, m, n + bn // 2, right, backward, save)
+
+def mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    """leaky_square(x w_in^T) w_out^T; x (B, T, D), w_in (hidden, D), w_out (D, hidden)."""
+    return F.linear(leaky_square(F.linear(x, w_in)), w_out)
+
+def run_leaky_square(x: Tensor, weight: Tensor, pre: Tensor, backward: bool, save: bool) -> Tensor:
+    """x (M, K), weight (N, K) -> (M, N); with `save` the product is written to `pre` as well."""
+    (m, k), n = x.shape, len(weight)
+    bm, bn, bk, stages = MLP_TILE
+    out = x.new_empty(m, n)
+    parts = [TensorDescriptor.from_tensor(t, [bm, bn // 2]) for t in (pre if backward or save else out, out)]
+    tiles = -(-m // bm) * -(-n // bn)
+    programs = min(tiles, torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4)
+    leaky_square_product[(programs,)](
+        TensorDescriptor.from_tensor(x, [bm, bk]), TensorDescriptor.from_tensor(weight, [bn, bk]), *parts, -(-n // bn), k,
+        backward, save, -(-tiles // programs), bm, bn, bk, num_stages=stages, num_warps=MLP_WARPS)
+    return out
+
+class FusedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w_in, w_out):
+        pre = x.new_empty(len(x), len(w_in))
+        hidden = run_leaky_square(x, w_in, pre, False, True)
+        ctx.save_for_backward(x, w_in, w_out, pre, hidden)
+        return F.linear(hidden, w_out)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        x, w_in, w_out, pre, hidden = ctx.saved_tensors
+        d_out = d_out.contiguous()
+        d_pre = run_leaky_square(d_out, w_out.T.contiguous(), pre, True, False)
+        return d_pre @ w_in, d_pre.T @ x, d_out.T @ hidden
+
+def mlp_fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    rows = x.flatten(0, -2)
+    if torch.is_grad_enabled():
+        return FusedMLP.apply(rows, w_in, w_out).view_as(x)
+    return F.linear(run_leaky_square(rows, w_in, rows, False, False), w_out).view_as(x)
+
+@dataclass(frozen=True)
+class Operations:
+    """What the model computes with: the plain functions, or the fused ones that equal them."""
+
+    attend: AttentionFunction
+    split_qkv: Callable[..., QKV] = split_qkv
+    remove_own_value: Callable[[Tensor, Tensor], Tensor] = remove_own_value
+    mlp: Callable[[Tensor, Tensor, Tensor], Tensor] = mlp
+    head_losses: Callable[..., Tensor] = head_losses
+
+def fused_operations(attend: AttentionFunction) -> Operations:
+    return Operations(attend, split_qkv_fused, RemoveOwnValue.apply, mlp_fused, head_losses_fused)
+
+def probe_operations(fused: Operations, hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> None:
+    """Compares each kernel, forward and backward, with its plain twin in fp32. Raises RuntimeError when it is off."""
+    generator, plain = torch.Generator().manual_seed(0), Operations(fused.attend)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+
+    heads, kv, dim, width = hp.num_heads, hp.num_kv_heads, hp.head_dim, hp.model_dim
+    rope, targets = rope_tables(hp, 96, device, dtype), torch.arange(192, device=device) % hp.vocab_size
+    cases = {
+        "split_qkv": ([draw(2, 96, (heads + 2 * kv) * dim), draw(2, 96, kv * dim), draw(heads)],
+                      lambda f, qkv, value, gain: f(qkv, value, [t.to(qkv.dtype) for t in rope], gain.float(), kv)),
+        "remove_own_value": ([draw(2, 96, heads, dim), draw(2, 96, kv, dim)], lambda f, y, v: f(y, v)),
+        "mlp": ([draw(2, 96, width), draw(int(hp.mlp_mult * width), width), draw(width, int(hp.mlp_mult * width))],
+                lambda f, *weights: f(*weights)),
+        "head_losses": ([draw(192, width), draw(hp.vocab_size, width)],
+                        lambda f, x, w: f(x, w, targets, hp.logit_softcap)),
+    }
+    for name, (inputs, call) in cases.items():
+        results = []
+        for operations, values in ((fused, inputs), (plain, [x.detach().float().requires_grad_() for x in inputs])):
+            out = call(getattr(operations, name), *values)
+            outs = list(out) if isinstance(out, tuple) else [out]
+            total = sum(o.float().square().sum() for o in outs)
+            results.append([*outs, *torch.autograd.grad(total, values)])
+        for ours, reference in zip(*results):
+            error = float((ours.detach().float() - reference.detach()).norm() / reference.detach().norm())
+            if not error < 3e-2:
+                raise RuntimeError(f"the kernel of {name} is off by {error:.1e}")
+
+def choose_operations(hp: Hyperparameters, attend: AttentionFunction, device: torch.device,
+                      dtype: torch.dtype) -> tuple[Operations, str]:
+    """The Triton kernels on Hopper or newer GPUs in bf16, else plain PyTorch, and why; KERNELS=1 insists."""
+    refusal = None
+    if triton is None or device.type != "cuda":
+        refusal = "need CUDA and Triton"
+    elif dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < (9, 0):
+        refusal = "need bf16 and a Hopper GPU or newer"
+    elif hp.model_dim % 16 or int(hp.mlp_mult * hp.model_dim) % 16:
+        refusal = f"need MODEL_DIM and MLP_MULT times it to be multiples of 16, not {hp.model_dim}"
+    if hp.kernels == "0" or (refusal and hp.kernels == "auto"):
+        return Operations(attend), f"0 (KERNELS=0)" if hp.kernels == "0" else f"0 ({refusal})"
+    try:
+        if refusal:
+            raise RuntimeError(refusal)
+        fused = fused_operations(attend)
+        probe_operations(fused, hp, device, dtype)
+        return fused, "1 (equal to plain PyTorch in a probe)"
+    except Exception as error:  # noqa: BLE001 - compilers fail in many ways; each means that the kernels are no use here
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if hp.kernels == "1":
+            raise SetupError(f"KERNELS=1 cannot be used here: {reason}; unset KERNELS") from None
+        return Operations(attend), f"0 (WARNING: slow; {reason})"
+
+
+# ---- Model -----------------------------------------------------------------------------------------------------------
 
 class Linear(nn.Linear):
     """Bias-free; the fp32 master weight is cast to the activation's dtype at every use.
@@ -944,14 +1313,16 @@ class Linear(nn.Linear):
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__(fan_in, fan_out, bias=False)
 
+    def cast(self, dtype: torch.dtype, gain: Tensor | None = None) -> Tensor:
+        return (self.weight if gain is None else self.weight * gain[:, None]).to(dtype)
+
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        weight = self.weight if gain is None else self.weight * gain[:, None]
-        return F.linear(x, weight.to(x.dtype))
+        return F.linear(x, self.cast(x.dtype, gain))
 
 class SelfAttention(nn.Module):
-    def __init__(self, hp: Hyperparameters, attend: AttentionFunction, use_xsa: bool) -> None:
+    def __init__(self, hp: Hyperparameters, ops: Operations, use_xsa: bool) -> None:
         super().__init__()
-        self.head_dim, self.attend, self.use_xsa = hp.head_dim, attend, use_xsa
+        self.kv_heads, self.ops, self.use_xsa = hp.num_kv_heads, ops, use_xsa
         kv_dim = hp.num_kv_heads * hp.head_dim
         self.q_gain = nn.Parameter(torch.empty(hp.num_heads))
         self.c_q = Linear(hp.model_dim, hp.model_dim)
@@ -959,42 +1330,44 @@ class SelfAttention(nn.Module):
         self.c_v = Linear(hp.model_dim, kv_dim)
         self.proj = Linear(hp.model_dim, hp.model_dim)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], value: Tensor | None, gain: Tensor) -> Tensor:
-        weights = [self.c_q.weight, self.c_k.weight, self.c_v.weight]
-        qkv = F.linear(x, torch.cat(weights).to(x.dtype))  # one product: x is read once, its gradient needs no sum
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split([len(w) for w in weights], dim=-1))
-        v = v if value is None else v + value.unflatten(-1, (-1, self.head_dim))
-        q = rotate(rms_norm(q), rope) * self.q_gain.to(x.dtype)[:, None]
-        k = rotate(rms_norm(k), rope)
-        y = self.attend(q, k, v)
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], value: Tensor | None, gain: Tensor,
+                first: int = 0) -> Tensor:
+        """x (B, T, model_dim) -> the same from position `first` on."""
+        weights = torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight])
+        qkv = F.linear(x, weights.to(x.dtype))  # one product: x is read once, its gradient needs no sum
+        q, k, v = self.ops.split_qkv(qkv, value, rope, self.q_gain, self.kv_heads)
+        y, v = self.ops.attend(q, k, v)[:, first:], v[:, first:]
         if self.use_xsa:
-            y = remove_own_value(y, v)
+            y = self.ops.remove_own_value(y, v)
         return self.proj(y.flatten(2), gain)
 
 class MLP(nn.Module):
-    def __init__(self, hp: Hyperparameters) -> None:
+    def __init__(self, hp: Hyperparameters, ops: Operations) -> None:
         super().__init__()
         hidden = int(hp.mlp_mult * hp.model_dim)
+        self.ops = ops
         self.fc = Linear(hp.model_dim, hidden)
         self.proj = Linear(hidden, hp.model_dim)
 
     def forward(self, x: Tensor, gain: Tensor) -> Tensor:
-        return self.proj(leaky_square(self.fc(x)), gain)
+        return self.ops.mlp(x, self.fc.cast(x.dtype), self.proj.cast(x.dtype, gain))
 
 class Block(nn.Module):
-    def __init__(self, hp: Hyperparameters, layer: int, attend: AttentionFunction) -> None:
+    def __init__(self, hp: Hyperparameters, layer: int, ops: Operations) -> None:
         super().__init__()
         self.norm_scale = 1.0 / math.sqrt(layer + 1) if hp.ln_scale else 1.0
         self.attn_scale = nn.Parameter(torch.empty(hp.model_dim))
         self.mlp_scale = nn.Parameter(torch.empty(hp.model_dim))
         self.resid_mix = nn.Parameter(torch.empty(2, hp.model_dim))
-        self.attn = SelfAttention(hp, attend, use_xsa=layer >= hp.num_layers - hp.xsa_last_n)
-        self.mlp = MLP(hp)
+        self.attn = SelfAttention(hp, ops, use_xsa=layer >= hp.num_layers - hp.xsa_last_n)
+        self.mlp = MLP(hp, ops)
 
-    def forward(self, x: Tensor, x0: Tensor, rope: tuple[Tensor, Tensor], value: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, rope: tuple[Tensor, Tensor], value: Tensor | None,
+                first: int = 0) -> Tensor:
+        """x, x0 (B, T, model_dim) -> the same from position `first` on."""
         mix = self.resid_mix.to(x.dtype)
         x = mix[0] * x + mix[1] * x0
-        x = x + self.attn(rms_norm(x) * self.norm_scale, rope, value, self.attn_scale)
+        x = x[:, first:] + self.attn(rms_norm(x) * self.norm_scale, rope, value, self.attn_scale, first)
         return x + self.mlp(rms_norm(x) * self.norm_scale, self.mlp_scale)
 
 class ValueEmbedding(nn.Module):
@@ -1015,9 +1388,9 @@ class ValueEmbedding(nn.Module):
 class GPT(nn.Module):
     """U-Net transformer: the first half of the blocks feeds gated skips to the second half, last output first."""
 
-    def __init__(self, hp: Hyperparameters, attend: AttentionFunction) -> None:
+    def __init__(self, hp: Hyperparameters, ops: Operations) -> None:
         super().__init__()
-        self.hp = hp
+        self.hp, self.ops = hp, ops
         self.rope: dict[int, tuple[Tensor, Tensor]] = {}  # by length; in the graph they would be computed per element
         self.encoder_layers = hp.num_layers // 2
         skips = min(self.encoder_layers, hp.num_layers - self.encoder_layers)
@@ -1027,13 +1400,13 @@ class GPT(nn.Module):
         projected = hp.embedding_dim != hp.model_dim
         self.embed_proj = Linear(hp.embedding_dim, hp.model_dim) if projected else None
         self.head_proj = Linear(hp.model_dim, hp.embedding_dim) if projected else None
-        self.blocks = nn.ModuleList(Block(hp, layer, attend) for layer in range(hp.num_layers))
+        self.blocks = nn.ModuleList(Block(hp, layer, ops) for layer in range(hp.num_layers))
         self.ve_shared = ValueEmbedding(hp) if hp.ve_layer_list else None
         self.ve_layer_scales = nn.ParameterList(nn.Parameter(torch.empty(1)) for _ in hp.ve_layer_list)
         self.lm_head = None if hp.tie_embeddings else Linear(hp.embedding_dim, hp.vocab_size)
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Token ids (B, T) -> normed output (B, T, model_dim)."""
+    def hidden(self, ids: Tensor, first: int = 0) -> Tensor:
+        """Token ids (B, T) -> normed output (B, T - first, model_dim): what comes before `first` is context only."""
         x = rms_norm(self.tok_emb(ids))
         x = x0 = x if self.embed_proj is None else self.embed_proj(x)
         rope = self.rope.get(ids.size(1)) or rope_tables(self.hp, ids.size(1), ids.device, x.dtype)
@@ -1042,23 +1415,22 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.blocks):
             if layer >= self.encoder_layers and skips:
                 x = self._add_skip(layer - self.encoder_layers, x, skips.pop())
-            x = block(x, x0, rope, values.get(layer))
+            x = block(x, x0, rope, values.get(layer), first if layer == len(self.blocks) - 1 else 0)
             if layer < self.encoder_layers:
                 skips.append(x)
         return rms_norm(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Normed output (..., model_dim) -> soft-capped logits (..., vocab_size) in the activation's dtype."""
+    def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed output (..., model_dim) -> what the head multiplies: (..., embedding_dim) and (vocab_size, same)."""
         x = hidden if self.head_proj is None else self.head_proj(hidden)
-        z = F.linear(x, self.tok_emb.weight.to(x.dtype)) if self.lm_head is None else self.lm_head(x)
-        return self.hp.logit_softcap * torch.tanh(z / self.hp.logit_softcap)
+        return x, self.tok_emb.weight.to(x.dtype) if self.lm_head is None else self.lm_head.cast(x.dtype)
 
-    def forward(self, ids: Tensor, targets: Tensor, first_scored: int = 0, reduction: str = "mean") -> Tensor:
-        """fp32 nats of the targets (B, T) from position `first_scored` on: their mean, or each (reduction none)."""
-        logits = self.logits(self.hidden(ids)[:, first_scored:]).float().flatten(0, 1)
-        targets = targets[:, first_scored:]
-        loss = F.cross_entropy(logits, targets.flatten(), reduction=reduction)
-        return loss if reduction == "mean" else loss.view_as(targets)
+    def forward(self, ids: Tensor, targets: Tensor, first: int = 0, reduction: str = "mean") -> Tensor:
+        """fp32 nats of the targets (B, T) from position `first` on: their mean, or each (reduction none)."""
+        x, weight = self.head(self.hidden(ids, first))
+        targets = targets[:, first:]
+        losses = self.ops.head_losses(x.flatten(0, 1), weight, targets.flatten(), self.hp.logit_softcap)
+        return losses.mean() if reduction == "mean" else losses.view_as(targets)
 
     def _values(self, ids: Tensor) -> dict[int, Tensor]:
         if self.ve_shared is None:
@@ -1115,12 +1487,12 @@ def set_precision(model: GPT, dtype: torch.dtype) -> None:
         if id(p) in linears or p.ndim < 2 or is_control(name, model.hp):
             p.data = p.data.float()
 
-def build_model(hp: Hyperparameters, attend: AttentionFunction, device: torch.device, dtype: torch.dtype) -> GPT:
+def build_model(hp: Hyperparameters, ops: Operations, device: torch.device, dtype: torch.dtype) -> GPT:
     """A freshly initialised model; the same seed gives the same weights on any device and rank."""
     random.seed(hp.seed)
     np.random.seed(hp.seed % 2**32)
     torch.manual_seed(hp.seed)
-    model = GPT(hp, attend)
+    model = GPT(hp, ops)
     init_weights(model)
     set_precision(model, dtype)
     model.rope = {length: rope_tables(hp, length, device, dtype) for length in {hp.train_seq_len, hp.eval_seq_len}}
@@ -1658,11 +2030,13 @@ class HessianCollector:
             if source not in self.sums:
                 width = module.weight.size(1)
                 self.sums[source] = torch.zeros(width, width, device=module.weight.device)
-                self._hooks.append(model.get_submodule(source).register_forward_pre_hook(self._adder(source)))
+                owner = re.sub(r"(\.mlp)\.(fc|proj)$", r"\1", source)  # the fused MLP does not call its parts
+                self._hooks.append(model.get_submodule(owner).register_forward_pre_hook(self._adder(source)))
 
     def _adder(self, source: str) -> Callable[[nn.Module, tuple[Tensor]], None]:
-        def add(_module: nn.Module, inputs: tuple[Tensor]) -> None:
-            x = inputs[0].flatten(0, -2).float()
+        def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            x = leaky_square(module.fc(inputs[0])) if source.endswith(".mlp.proj") else inputs[0]
+            x = x.flatten(0, -2).float()
             self.sums[source].addmm_(x.T, x)
         return add
 
@@ -1834,7 +2208,8 @@ class Run:
         dtype, dtype_reason = choose_dtype(hp.precision, self.world.device)
         self.compiled, compile_reason = choose_compile(hp.compile, self.world.device)
         attend, attention = choose_attention(hp, self.world.device, dtype)
-        self.model = build_model(hp, attend, self.world.device, dtype)
+        ops, kernels = choose_operations(hp, attend, self.world.device, dtype)
+        self.model = build_model(hp, ops, self.world.device, dtype)
         parameter_groups(self.model)  # raises when a parameter has no optimizer
         self.world.broadcast_weights(self.model)
         self.loss_function: Callable[..., Tensor] = self.compile(self.model)
@@ -1845,7 +2220,8 @@ class Run:
         self.run_id = hp.run_id or str(uuid.uuid4())
         self.log = self.open_log()
         self.log_head()
-        for line in self.banner(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, compile_reason):
+        for line in self.banner(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, kernels,
+                                compile_reason):
             self.log(line)
         self.log(f"sha256 of the script: {hashlib.sha256(self.source).hexdigest()}")
         for name in sorted(set(IGNORED_SETTINGS) & set(environ)):
@@ -1897,12 +2273,13 @@ class Run:
         self.log("\n".join(lines), console=False)
         self.log.record("settings", **{name: str(value) for name, value in values.items()})
 
-    def banner(self, dtype: str, attention: str, compile_reason: str) -> list[str]:
+    def banner(self, dtype: str, attention: str, kernels: str, compile_reason: str) -> list[str]:
         hp, world, plan = self.hp, self.world, self.plan
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
         estimate = estimate_artifact_bytes(self.model) + len(self.source)
         return [f"machine: {world.size} x {device}, PyTorch {torch.__version__}, {dtype}",
                 f"attention: {attention}",
+                f"kernels: {kernels}",
                 f"compile: {int(self.compiled)} ({compile_reason})",
                 f"train_shards: {len(self.train_paths)}",
                 f"val_tokens: {self.val.targets}",

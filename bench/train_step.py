@@ -48,7 +48,9 @@ def build_trainer(hp: tg.Hyperparameters) -> tg.Trainer:
     dtype, _ = tg.choose_dtype(hp.precision, world.device)
     attend, attention = tg.choose_attention(hp, world.device, dtype)
     print(f"attention: {attention}", flush=True)
-    model = tg.build_model(hp, attend, world.device, dtype)
+    ops, kernels = tg.choose_operations(hp, attend, world.device, dtype)
+    print(f"kernels: {kernels}", flush=True)
+    model = tg.build_model(hp, ops, world.device, dtype)
     on, _ = tg.choose_compile(hp.compile, world.device)
     optimized, orthogonalize = (torch.compile(f, dynamic=False, fullgraph=True) if on else f
                                 for f in (model, tg.newton_schulz))
@@ -112,16 +114,32 @@ def step_flops(trainer: tg.Trainer) -> float:
     return hp.train_batch_tokens * (6 * weights + 6 * hp.num_layers * hp.model_dim * hp.train_seq_len)
 
 
-def kernel_table(trainer: tg.Trainer, rows: int = 40) -> list[dict]:
-    """GPU milliseconds of one micro-batch by kernel, longest first."""
-    with trainer.on_the_clock() as data:
-        inputs, targets = data.next()
+def kernel_table(call: Callable[[], object], device: torch.device) -> list[dict]:
+    """GPU milliseconds of a call by kernel, longest first, mean of three."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(3):
-            trainer.loss_function(inputs, targets).backward()
-        tg.synchronize(trainer.world.device)
+            call()
+        tg.synchronize(device)
     events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
-    return [{"ms": e.self_device_time_total / 3000, "calls": e.count / 3, "kernel": e.key} for e in events[:rows]]
+    return [{"ms": e.self_device_time_total / 3000, "calls": e.count / 3, "kernel": e.key} for e in events]
+
+
+def kernel_tables(trainer: tg.Trainer, rows: int = 60) -> dict[str, object]:
+    """Kernels of one micro-batch's forward and backward, and of what follows the last one: clipping, optimizers, EMA."""
+    device, hp = trainer.world.device, trainer.hp
+    with trainer.on_the_clock() as data:
+        inputs, targets = data.next()
+    ema = tg.EMA(trainer.model, hp.ema_decay)
+
+    def end_of_step() -> None:
+        torch.nn.utils.clip_grad_norm_(trainer.parameters, hp.grad_clip_norm)
+        trainer.optimizers.step(1.0, 0.95)
+        ema.update()
+
+    batch = kernel_table(lambda: trainer.loss_function(inputs, targets).backward(), device)
+    end = kernel_table(end_of_step, device)
+    return {"kernels_by_kind_ms": by_kind(batch), "kernels": batch[:rows],
+            "end_of_step_ms": sum(row["ms"] for row in end), "end_of_step_kernels": end[:rows // 2]}
 
 
 def by_kind(table: list[dict]) -> dict[str, float]:
@@ -146,8 +164,7 @@ def measure(args: argparse.Namespace, hp: tg.Hyperparameters) -> dict:
         result["mfu_percent"] = 100 * rate / peak
     result["peak_memory_mib"] = tg.peak_memory_mib(device)[0]
     if args.profile:
-        table = kernel_table(trainer, 200)
-        result |= {"kernels_by_kind_ms": by_kind(table), "kernels": table[:40]}
+        result |= kernel_tables(trainer)
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return result | {"machine": name, "ranks": trainer.world.size, "torch": torch.__version__,
@@ -175,8 +192,8 @@ def main() -> None:
         return
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({key: value for key, value in result.items() if key != "kernels"}, indent=1))
-    for row in result.get("kernels", []):
+    print(json.dumps({key: value for key, value in result.items() if not key.endswith("kernels")}, indent=1))
+    for row in result.get("kernels", []) + result.get("end_of_step_kernels", []):
         print(f"{row['ms']:8.3f} ms {row['calls']:6.0f} x  {row['kernel'][:100]}")
 
 

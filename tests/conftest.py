@@ -41,7 +41,7 @@ def golden_tensors(name: str) -> dict[str, torch.Tensor]:
 
 def load_model(hp: tg.Hyperparameters, state: dict[str, torch.Tensor], attend=None) -> tg.GPT:
     """An fp32 CPU model with these weights; every name must be there."""
-    model = tg.build_model(hp, attend or tg.sdpa_attention, torch.device("cpu"), torch.float32)
+    model = tg.build_model(hp, tg.Operations(attend or tg.sdpa_attention), torch.device("cpu"), torch.float32)
     model.load_state_dict(state)
     return model
 
