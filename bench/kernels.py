@@ -81,6 +81,7 @@ def measure(hp: tg.Hyperparameters) -> list[dict]:
         worst = max(errors(*runs, inputs))
         if not worst < 1e-2:
             raise SystemExit(f"{name} is off by {worst:.1e}: the kernel does not equal the plain code")
+        torch._dynamo.reset()  # all cases share code objects, and a code object may be compiled only a few times
         compiled = [torch.compile(run, dynamic=False, fullgraph=True) for run in runs]
         (forward, both), (plain_forward, plain_both) = (milliseconds(run, inputs) for run in compiled)
         table.append({"operation": name, "worst_relative_error": worst, "forward_ms": forward,
