@@ -872,8 +872,8 @@ def largest_error(function: Callable[..., Any], twin: Callable[..., Any], inputs
         out = run(*values)
         outs = out if isinstance(out, tuple) else (out,)
         results.append([*outs, *torch.autograd.grad(sum(o.float().square().sum() for o in outs), values)])
-    errors = [float((ours.detach().float() - twins).norm() / twins.norm()) for ours, twins in
-              zip(results[0], [twins.detach() for twins in results[1]])]
+    pairs = ((ours.detach().float(), twins.detach()) for ours, twins in zip(*results))
+    errors = [float((ours - twins).norm() / twins.norm()) for ours, twins in pairs]
     return max(math.inf if math.isnan(error) else error for error in errors)
 
 def try_attention(name: str, hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> AttentionFunction:
@@ -1169,7 +1169,7 @@ def mlp_fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     return F.linear(run_mlp_kernel(rows, w_in, None, "evaluate"), w_out).view_as(x)
 
 def head_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
-    """fp32 nats of the targets (N) from the last activations (N, D) and the head (V, D), logits cap * tanh(z / cap)."""
+    """fp32 nats of the targets (N) from the last activations (N, D), the head (V, D) and logits cap * tanh(z / cap)."""
     logits = cap * torch.tanh(F.linear(x, weight) / cap)
     return F.cross_entropy(logits.float(), targets, reduction="none")
 
@@ -1234,7 +1234,8 @@ def operation_cases(hp: Hyperparameters, device: torch.device, dtype: torch.dtyp
                     length: int) -> dict[str, tuple[list[Tensor], Callable[..., Any]]]:
     """For each operation random inputs (batch sequences) and how to call it on them: call(function, *inputs)."""
     generator = torch.Generator().manual_seed(0)
-    heads, kv, dim, width, hidden = hp.num_heads, hp.num_kv_heads, hp.head_dim, hp.model_dim, int(hp.mlp_mult * hp.model_dim)
+    heads, kv, dim, width = hp.num_heads, hp.num_kv_heads, hp.head_dim, hp.model_dim
+    hidden = int(hp.mlp_mult * width)
     rope = rope_tables(hp, length, device, dtype)
     targets = torch.arange(batch * length, device=device) % hp.vocab_size
 
@@ -1245,8 +1246,8 @@ def operation_cases(hp: Hyperparameters, device: torch.device, dtype: torch.dtyp
         "split_qkv": ([draw(batch, length, (heads + 2 * kv) * dim), draw(batch, length, kv * dim), draw(heads)],
                       lambda f, x, value, gain: f(x, value, [t.to(x.dtype) for t in rope], gain.float(), kv)),
         "remove_own_value": ([draw(batch, length, heads, dim), draw(batch, length, kv, dim)], lambda f, *x: f(*x)),
-        "mlp": ([draw(batch, length, width), draw(hidden, width, scale=width ** -0.5), draw(width, hidden, scale=hidden ** -0.5)],
-                lambda f, *x: f(*x)),
+        "mlp": ([draw(batch, length, width), draw(hidden, width, scale=width ** -0.5),
+                 draw(width, hidden, scale=hidden ** -0.5)], lambda f, *x: f(*x)),
         "head_losses": ([draw(batch * length, width), draw(hp.vocab_size, width, scale=0.2)],
                         lambda f, x, weight: f(x, weight, targets, hp.logit_softcap))}
 
@@ -1263,7 +1264,8 @@ def choose_operations(hp: Hyperparameters, attend: AttentionFunction, device: to
         return plain, "0 (KERNELS=0)"
     try:
         for name, (inputs, call) in operation_cases(hp, device, dtype, 2, 96).items() if not refused else ():
-            error = largest_error(*(lambda *x, f=getattr(ops, name), c=call: c(f, *x) for ops in (fused, plain)), inputs)
+            runs = [functools.partial(call, getattr(operations, name)) for operations in (fused, plain)]
+            error = largest_error(*runs, inputs)
             if not error < 3e-2:  # bf16 rounding is under 1e-2
                 refused.append(f"WARNING: slow; {name} is off by {error:.1e}")
     except Exception as error:  # noqa: BLE001 - compilers fail in many ways; each means that the kernels are of no use
