@@ -59,19 +59,19 @@ class RunError(Exception):
     exit_code = 1
 
 class SetupError(RunError, ValueError):
-    exit_code = 2  # a setting, a file or the machine is wrong; found before the first step
+    exit_code = 2
 
 class DivergedError(RunError):
-    exit_code = 3  # the loss became NaN or infinite
+    exit_code = 3
 
 class OversizeError(RunError):
-    exit_code = 4  # code plus model exceed the cap; the files are kept
+    exit_code = 4
 
 class ClockError(RunError):
-    exit_code = 5  # training data was read after the wall-clock cap
+    exit_code = 5
 
 class ArtifactError(RunError, ValueError):
-    exit_code = 6  # an artifact is truncated, damaged or foreign
+    exit_code = 6
 
 EXIT_CODES = """Exit codes: 0 fine, 1 unexpected error, 2 settings, data or machine, 3 loss not finite, 4 over the size
 cap, 5 training data read after the cap, 6 artifact unreadable, 130 interrupted. (torchrun exits 1 and lists them.)"""
@@ -165,8 +165,7 @@ class Hyperparameters:
     target_total_bytes: int = setting(15_990_000, "code plus artifact over it is quantised coarser (0: off)", least=0)
     control_tensor_name_patterns: str = setting(
         "attn_scale,mlp_scale,resid_mix,q_gain,skip_weight,skip_gates,ve_layer_scales,ve_shared.scale",
-        "parameters that stay fp32 and out of Muon and int8, by part of name",
-    )
+        "parameters that stay fp32 and out of Muon and int8, by part of name")
 
     @property
     def head_dim(self) -> int:
@@ -183,54 +182,54 @@ class Hyperparameters:
     @property
     def dataset_dir(self) -> Path:
         name = f"fineweb10B_sp{self.vocab_size}{self.transform and '_' + self.transform}"
-        return Path(self.data_dir) / "datasets" / name
+        return Path(self.data_dir, "datasets", name)
 
     @property
     def tokenizer_path(self) -> Path:
         name = f"fineweb_{self.vocab_size}_bpe{self.transform and '_' + self.transform}.model"
-        return Path(self.data_dir) / "tokenizers" / name
+        return Path(self.data_dir, "tokenizers", name)
 
     @property
     def train_cap_seconds(self) -> float:
         """Seconds after which training stops so that the Hessians still fit; 0 without a cap."""
-        if self.max_wallclock_seconds <= 0:
-            return 0.0
-        return self.max_wallclock_seconds - (self.gptq_reserve_seconds if self.gptq_enabled else 0.0)
+        return max(0.0, self.max_wallclock_seconds - self.gptq_reserve_seconds * self.gptq_enabled)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Hyperparameters:
-        """Settings from environment variables. Raises SetupError that lists every problem at once."""
-        hints, values, problems = get_type_hints(cls), {}, misspelt_settings(environ)
+        """Settings from environment variables. Raises SetupError with all problems."""
+        hints, values, problems = get_type_hints(cls), {}, []
         for item in fields(cls):
-            raw = environ.get(item.name.upper())
-            if raw is None:
-                continue
-            try:
-                values[item.name] = parse_setting(raw, hints[item.name])
-            except ValueError as error:
-                problems.append(f"{item.name.upper()}={raw!r} {error}")
+            name = item.name.upper()
+            if name in environ:
+                try:
+                    values[item.name] = parse_setting(environ[name], hints[item.name], item.metadata["bounds"])
+                except ValueError as error:
+                    problems.append(f"{name}={environ[name]!r} {error}")
         hp = cls(**values)
-        problems += setting_problems(hp)
+        problems = misspelt_settings(environ) + (problems or conflicts(hp))  # conflicts need sane values
         if problems:
             raise SetupError("settings:\n" + "\n".join(f"  - {p}" for p in problems))
         return hp
 
-def parse_setting(raw: str, kind: Any) -> Any:
-    """One environment value as bool (0 or 1), int, float, str or one of a Literal's choices."""
-    if kind is bool:
-        if raw not in ("0", "1"):
-            raise ValueError("must be 0 or 1")
-        return raw == "1"
-    if get_origin(kind) is Literal:
-        if raw not in get_args(kind):
-            raise ValueError(f"must be one of {', '.join(get_args(kind))}")
-        return raw
+BOUNDS = {"least": (operator.ge, "at least"), "most": (operator.le, "at most"),
+          "above": (operator.gt, "greater than"), "below": (operator.lt, "below")}
+
+def parse_setting(raw: str, kind: Any, bounds: Mapping[str, float]) -> Any:
+    """One environment value as bool (0 or 1), int, float, str or one of a Literal's choices. Raises ValueError."""
+    if choices := ("0", "1") if kind is bool else get_args(kind):
+        if raw not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return raw == "1" if kind is bool else raw
     try:
         value = kind(raw)
     except ValueError:
-        raise ValueError(f"must be {'a whole number' if kind is int else 'a number'}") from None
+        raise ValueError(f"must be a {'whole ' * (kind is int)}number") from None
     if kind is float and not math.isfinite(value):
         raise ValueError("must be finite")
+    for bound, limit in bounds.items():
+        holds, words = BOUNDS[bound]
+        if not holds(value, limit):
+            raise ValueError(f"must be {words} {limit}")
     return value
 
 def format_setting(value: Any) -> str:
@@ -238,49 +237,32 @@ def format_setting(value: Any) -> str:
 
 def misspelt_settings(environ: Mapping[str, str]) -> list[str]:
     """Variables that are no setting but look like one: a typing error would otherwise train the wrong model."""
-    known = [item.name.upper() for item in fields(Hyperparameters)] + list(IGNORED_SETTINGS)
-    problems = []
-    for name in sorted(set(environ) - set(known)):
-        near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.87)
-        if near:
-            problems.append(f"{name} is no setting; did you mean {near[0]}? (rename it, or unset it)")
-    return problems
+    known = [*(item.name.upper() for item in fields(Hyperparameters)), *IGNORED_SETTINGS]
+    return [f"{name} is no setting; did you mean {near[0]}? (rename or unset it)" for name in sorted({*environ} - {*known})
+            if (near := difflib.get_close_matches(name.upper(), known, 1, 0.87))]
 
-def setting_problems(hp: Hyperparameters) -> list[str]:
-    """Every broken rule on single settings and between them, as messages with value, rule and remedy."""
-    rules = {"least": (operator.ge, "at least"), "most": (operator.le, "at most"),
-             "above": (operator.gt, "greater than"), "below": (operator.lt, "below")}
-    problems = []
-    for item in fields(hp):
-        for bound, limit in item.metadata["bounds"].items():
-            holds, words = rules[bound]
-            if not holds(getattr(hp, item.name), limit):
-                problems.append(f"{item.name.upper()}={getattr(hp, item.name)} must be {words} {limit}")
-    if problems:
-        return problems  # the rules between settings below need sane numbers
-    layer_list = re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*|", hp.ve_layers) is not None
-    layers = hp.ve_layer_list if layer_list else []
-    divisors = [n for n in range(1, hp.model_dim + 1) if hp.model_dim % (2 * n) == 0 and hp.model_dim // n >= 8]
+def conflicts(hp: Hyperparameters) -> list[str]:
+    """Every broken rule between settings, as a message with values, rule and remedy."""
+    is_list = re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*|", hp.ve_layers) is not None
+    layers = hp.ve_layer_list if is_list else []
+    head_counts = [n for n in range(1, hp.model_dim + 1) if hp.model_dim % (2 * n) == 0 and hp.model_dim // n >= 8]
     rotated = hp.rope_dims or hp.head_dim
     checks = [
         (hp.model_dim % (2 * hp.num_heads) == 0, f"MODEL_DIM={hp.model_dim} must be NUM_HEADS={hp.num_heads} times an "
-         f"even head size; NUM_HEADS that fit: {divisors}"),
+         f"even head size; NUM_HEADS that fit: {head_counts}"),
         (hp.num_heads % hp.num_kv_heads == 0, f"NUM_KV_HEADS={hp.num_kv_heads} must divide NUM_HEADS={hp.num_heads}"),
         (rotated % 2 == 0 and 4 <= rotated <= hp.head_dim,
          f"ROPE_DIMS={hp.rope_dims} must be 0 or an even number from 4 to the head size {hp.head_dim}"),
         (hp.mlp_mult * hp.model_dim >= 1, f"MLP_MULT={hp.mlp_mult} times MODEL_DIM={hp.model_dim} must be at least 1"),
         (hp.xsa_last_n <= hp.num_layers, f"XSA_LAST_N={hp.xsa_last_n} must be at most NUM_LAYERS={hp.num_layers}"),
-        (layer_list and len(set(layers)) == len(layers) and all(n < hp.num_layers for n in layers),
-         f"VE_LAYERS={hp.ve_layers!r} must be different block numbers from 0 to {hp.num_layers - 1}, such as "
-         f"{hp.num_layers - 1}; or set VE_ENABLED=0"),
+        (is_list and len(set(layers)) == len(layers) and all(n < hp.num_layers for n in layers),
+         f"VE_LAYERS={hp.ve_layers!r} must be different numbers below NUM_LAYERS={hp.num_layers}; or set VE_ENABLED=0"),
         (hp.eval_stride <= hp.eval_seq_len,
          f"EVAL_STRIDE={hp.eval_stride} must be at most EVAL_SEQ_LEN={hp.eval_seq_len}, else tokens go unscored"),
-        (hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0,
-         f"GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds:g} must be below "
-         f"MAX_WALLCLOCK_SECONDS={hp.max_wallclock_seconds:g}"),
+        (hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0, f"GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds:g} "
+         f"must be below MAX_WALLCLOCK_SECONDS={hp.max_wallclock_seconds:g}"),
         (re.fullmatch(r"[\w.@+-]*", hp.run_id) is not None,
-         f"RUN_ID={hp.run_id!r} must be letters, digits and . _ @ + - only: it names files"),
-    ]
+         f"RUN_ID={hp.run_id!r} must be letters, digits and . _ @ + - only: it names files")]
     return [message for holds, message in checks if not holds]
 
 @dataclass(frozen=True)
@@ -295,19 +277,17 @@ class BatchPlan:
 def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
     """Cuts TRAIN_BATCH_TOKENS over ranks and accumulation. Raises SetupError naming sizes that divide."""
     unit = world_size * hp.train_seq_len
-    if hp.train_batch_tokens % unit:
-        below = hp.train_batch_tokens // unit * unit
-        fits = " or ".join(str(n) for n in (below, below + unit) if n)
+    per_rank, rest = divmod(hp.train_batch_tokens, unit)
+    if rest:
+        fits = " or ".join(str(n * unit) for n in (per_rank, per_rank + 1) if n)
         raise SetupError(f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} must be a multiple of {world_size} ranks x "
                          f"TRAIN_SEQ_LEN={hp.train_seq_len}; use {fits}")
-    per_rank = hp.train_batch_tokens // unit
-    default = per_rank / max(1, 8 / world_size)
-    micro = hp.micro_batch_tokens / hp.train_seq_len if hp.micro_batch_tokens else default
-    if micro != int(micro) or micro < 1 or per_rank % int(micro):
-        fits = [d * hp.train_seq_len for d in range(1, per_rank + 1) if per_rank % d == 0]
-        asked = f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens}" if hp.micro_batch_tokens else "the default micro-batch"
-        raise SetupError(f"{asked} does not cut TRAIN_BATCH_TOKENS={hp.train_batch_tokens} evenly over {world_size} "
-                         f"ranks in sequences of {hp.train_seq_len}; set MICRO_BATCH_TOKENS to one of {fits}")
+    divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+    micro = hp.micro_batch_tokens / hp.train_seq_len if hp.micro_batch_tokens else per_rank / max(1, 8 / world_size)
+    if micro not in divisors:
+        raise SetupError(f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens} does not cut TRAIN_BATCH_TOKENS="
+                         f"{hp.train_batch_tokens} evenly over {world_size} ranks; set MICRO_BATCH_TOKENS to one of "
+                         f"{[n * hp.train_seq_len for n in divisors]}")
     accum, micro = per_rank // int(micro), int(micro)
     eval_sequences = max(1, hp.val_batch_tokens // (world_size * accum) // hp.eval_seq_len)
     return BatchPlan(accum, micro, micro * world_size, eval_sequences)
