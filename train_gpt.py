@@ -238,8 +238,8 @@ def format_setting(value: Any) -> str:
 def misspelt_settings(environ: Mapping[str, str]) -> list[str]:
     """Variables that are no setting but look like one: a typing error would otherwise train the wrong model."""
     known = [*(item.name.upper() for item in fields(Hyperparameters)), *IGNORED_SETTINGS]
-    return [f"{name} is no setting; did you mean {near[0]}? (rename or unset it)" for name in sorted({*environ} - {*known})
-            if (near := difflib.get_close_matches(name.upper(), known, 1, 0.87))]
+    return [f"{name} is no setting; did you mean {near[0]}? (rename or unset it)" for name in sorted(environ)
+            if name not in known and (near := difflib.get_close_matches(name.upper(), known, 1, 0.87))]
 
 def conflicts(hp: Hyperparameters) -> list[str]:
     """Every broken rule between settings, as a message with values, rule and remedy."""
