@@ -341,19 +341,14 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def average_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Replaces gradients by their mean over ranks: one flat all-reduce per dtype (137 MB at full size)."""
-        if self.size == 1:
-            return
-        by_dtype = defaultdict(list)
-        for p in parameters:
-            if p.grad is not None:  # a one-layer model has no skips to train
-                by_dtype[p.dtype].append(p.grad)
-        for gradients in by_dtype.values():
-            flat = torch.cat([g.reshape(-1) for g in gradients]).div_(self.size)
+        for dtype in dict.fromkeys(p.dtype for p in parameters) if self.size > 1 else ():
+            gradients = [p.grad for p in parameters if p.dtype == dtype and p.grad is not None]  # skips may be unused
+            flat = torch.cat([g.flatten() for g in gradients]).div_(self.size)
             dist.all_reduce(flat)
-            pieces = flat.split([g.numel() for g in gradients])
-            torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients)])
+            pieces = zip(flat.split([g.numel() for g in gradients]), gradients)
+            torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in pieces])
 
     def broadcast_weights(self, model: nn.Module) -> None:
         """Rank 0's weights everywhere: other nodes' processors may round the initialisation differently."""
@@ -362,10 +357,9 @@ class World:
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's picklable value on every rank, also on nodes that do not see rank 0's disk."""
-        if self.size == 1:
-            return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
 def rank_share(count: int, rank: int, world_size: int) -> range:
@@ -375,26 +369,24 @@ def rank_share(count: int, rank: int, world_size: int) -> range:
 def choose_device(wanted: str, local_rank: int) -> torch.device:
     """cuda, else mps (untested by us), else cpu; a name forces one. Raises SetupError when it is not there."""
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    name = next(n for n, there in present.items() if there) if wanted == "auto" else wanted
+    name = next(n for n in present if present[n]) if wanted == "auto" else wanted
     if not present[name]:
-        raise SetupError(f"DEVICE={name} was asked for, but this PyTorch {torch.__version__} finds none; unset DEVICE")
+        raise SetupError(f"DEVICE={name}, but PyTorch {torch.__version__} finds none; unset DEVICE")
     if name != "cuda":
         return torch.device(name)
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise SetupError(f"LOCAL_RANK={local_rank} needs GPU {local_rank}, but {count} are visible; "
-                         f"use --nproc_per_node={count} or check CUDA_VISIBLE_DEVICES")
+    if local_rank >= (count := torch.cuda.device_count()):
+        raise SetupError(f"LOCAL_RANK={local_rank}, but {count} GPUs are visible; use --nproc_per_node={count}")
     return torch.device("cuda", local_rank)
 
 def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
     """Activation dtype and the reason for it."""
     if wanted != "auto":
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[wanted], f"PRECISION={wanted}"
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+    if device.type != "cuda":
+        return torch.float32, device.type
+    if torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16, "the GPU has bf16"
-    if device.type == "cuda":
-        return torch.float32, "WARNING: this GPU has no bf16: fp32 is slower and takes twice the memory"
-    return torch.float32, f"{device.type}"
+    return torch.float32, "WARNING: this GPU has no bf16: fp32 is slower and takes twice the memory"
 
 def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
     if wanted != "auto":
@@ -411,14 +403,13 @@ def join_world(hp: Hyperparameters, environ: Mapping[str, str]) -> World:
     """Reads torchrun's variables, picks the device and joins the process group when there are several ranks."""
     rank, size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
     device = choose_device(hp.device, int(environ.get("LOCAL_RANK", 0)))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    gpu = device if device.type == "cuda" else None
+    if gpu:
+        torch.cuda.set_device(gpu)
     if size > 1:
         # Half an hour: the longest wait is for rank 0's compression, measured 47 to 117 s a try, 6 tries at most.
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30),
-                                device_id=device if device.type == "cuda" else None)
-    control = dist.new_group() if size > 1 else None
-    return World(rank, size, device, control, torch.cuda.Stream(device) if device.type == "cuda" else None)
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(minutes=30), device_id=gpu)
+    return World(rank, size, device, dist.new_group() if size > 1 else None, torch.cuda.Stream(gpu) if gpu else None)
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
@@ -432,9 +423,8 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
         import resource
     except ImportError:  # Windows
         return 0, 0
-    unit = 1 if platform.system() == "Darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
-    return peak, peak
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20,) * 2
 
 class Stopwatch:
     """The training clock: it counts only between start() and stop(), and only it is held against the cap."""
@@ -450,36 +440,32 @@ class Stopwatch:
         assert self._since is None, "the clock runs already"
         self._since = time.perf_counter()
 
-    def stop(self) -> float:
+    def stop(self) -> None:
         self._total, self._since = self.seconds, None
-        return self._total
 
 class RunLog:
-    """Rank 0's log: a text file in the published layout, a .jsonl of records, and the console."""
+    """Rank 0's log: a text file in the published layout, a .jsonl of records, the console; without a folder nothing."""
 
     def __init__(self, folder: Path | None, run_id: str) -> None:
-        self._text = self._records = None
-        if folder is not None:
-            self._text = (folder / f"{run_id}.txt").open("x", encoding="utf-8", buffering=1)
-            self._records = (folder / f"{run_id}.jsonl").open("x", encoding="utf-8", buffering=1)
+        self._files = {ending: (folder / f"{run_id}.{ending}").open("x", encoding="utf-8", buffering=1)
+                       for ending in ("txt", "jsonl") if folder}
 
     def __call__(self, line: str, console: bool = True) -> None:
-        if self._text is None:
-            return
-        self._write(self._text, line + "\n")
-        if console:
-            tqdm.write(line, file=sys.stdout)
+        self._write("txt", line)
+        if self._files and console:
+            tqdm.write(line)
             sys.stdout.flush()
 
     def record(self, kind: str, **values: Any) -> None:
-        if self._records is not None:
-            self._write(self._records, json.dumps({"type": kind, **values}) + "\n")
+        self._write("jsonl", json.dumps({"type": kind, **values}))
 
-    def _write(self, file: Any, text: str) -> None:
+    def _write(self, ending: str, line: str) -> None:
         try:
-            file.write(text)
+            if self._files:
+                self._files[ending].write(line + "\n")
         except OSError as error:  # a full disk must not end a paid run
-            print(f"WARNING: {file.name} was not written ({error}); the run goes on", file=sys.stderr)
+            name = self._files[ending].name
+            print(f"WARNING: {name} was not written ({error}); the run goes on", file=sys.stderr)
 
 def write_file(path: Path, data: bytes) -> None:
     """Writes under a temporary name, syncs and renames: a full disk never leaves half a file under `path`."""
