@@ -23,19 +23,18 @@ import math
 import operator
 import os
 import platform
-import queue
 import random
 import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import traceback
 import uuid
 import zipfile
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
@@ -487,7 +486,9 @@ def write_file(path: Path, data: bytes) -> None:
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
 BOS_ID = 1
 SPACE_MARKER = "\u2581"  # SentencePiece's visible space; an escape, since encoding accidents have faked scores
-FETCH_COMMAND = "python data/cached_challenge_fineweb.py --variant sp{}"
+
+def fetch_hint(hp: Hyperparameters) -> str:
+    return f"`python data/cached_challenge_fineweb.py --variant sp{hp.vocab_size}` or set DATA_DIR"
 
 @dataclass(frozen=True)
 class ByteTables:
@@ -506,32 +507,24 @@ class ByteTables:
 def byte_tables(tokenizer: Any) -> ByteTables:
     """Tables of a SentencePiece processor. Raises SetupError when it has no piece for a lone space."""
     if tokenizer.piece_to_id(SPACE_MARKER) == tokenizer.unk_id():
-        raise SetupError("the tokenizer has no piece for a lone space (U+2581), so spaces would count as three bytes "
-                         "each and the score would be wrong; train it on text with spaces")
-    size = tokenizer.vocab_size()
-    tables = ByteTables(np.zeros(size, np.int16), np.zeros(size, bool), np.zeros(size, bool))
-    for i in range(size):
-        if tokenizer.is_control(i) or tokenizer.is_unknown(i) or tokenizer.is_unused(i):
-            tables.is_boundary[i] = True
-        elif tokenizer.is_byte(i):
-            tables.base_bytes[i] = 1
-        else:
-            piece = tokenizer.id_to_piece(i)
-            tables.has_leading_space[i] = piece.startswith(SPACE_MARKER)
-            tables.base_bytes[i] = len(piece.removeprefix(SPACE_MARKER).encode("utf-8"))
-    return tables
+        raise SetupError("the tokenizer has no piece for a lone space (U+2581): spaces would count as three bytes; "
+                         "train it on text with spaces")
+    ids = range(tokenizer.vocab_size())
+    boundary = [tokenizer.is_control(i) or tokenizer.is_unknown(i) or tokenizer.is_unused(i) for i in ids]
+    pieces = ["" if boundary[i] else "x" if tokenizer.is_byte(i) else tokenizer.id_to_piece(i) for i in ids]
+    sizes = [len(piece.removeprefix(SPACE_MARKER).encode("utf-8")) for piece in pieces]
+    spaces = [piece.startswith(SPACE_MARKER) for piece in pieces]
+    return ByteTables(np.array(sizes, np.int16), np.array(spaces), np.array(boundary))
 
 def load_tokenizer(hp: Hyperparameters) -> Any:
     """The SentencePiece processor of this run. Raises SetupError when missing or of another size."""
     import sentencepiece
 
     path = hp.tokenizer_path
-    if not path.is_file():
-        raise SetupError(f"no tokenizer at {path}; `{FETCH_COMMAND.format(hp.vocab_size)}`, or set DATA_DIR")
     try:
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except RuntimeError as error:
-        raise SetupError(f"{path} is no SentencePiece model ({error}); delete it and fetch it again") from None
+    except (OSError, RuntimeError) as error:
+        raise SetupError(f"no tokenizer at {path} ({error}); {fetch_hint(hp)}") from None
     if tokenizer.vocab_size() != hp.vocab_size:
         raise SetupError(f"VOCAB_SIZE={hp.vocab_size}, but {path} has {tokenizer.vocab_size()} pieces: set it so")
     return tokenizer
@@ -547,37 +540,30 @@ def shard_tokens(path: Path) -> int:
     return int(header[2])
 
 def open_shard(path: Path) -> np.ndarray:
-    """The tokens of a checked shard as a read-only uint16 memory map."""
-    return np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_INTS * 4)
+    """The tokens of a shard as a read-only uint16 memory map. Raises SetupError."""
+    count = shard_tokens(path)  # an empty map is an error
+    return np.memmap(path, "<u2", "r", SHARD_HEADER_INTS * 4, (count,)) if count else np.zeros(0, np.uint16)
 
 def find_shards(hp: Hyperparameters, split: str) -> list[Path]:
     paths = [Path(p) for p in sorted(glob.glob(str(hp.dataset_dir / f"fineweb_{split}_*.bin")))]
     if not paths:
-        raise SetupError(f"no {split} shards in {hp.dataset_dir}; fetch them with "
-                         f"`{FETCH_COMMAND.format(hp.vocab_size)}` or set DATA_DIR and VOCAB_SIZE")
+        raise SetupError(f"no {split} shards in {hp.dataset_dir}; {fetch_hint(hp)}")
     return paths
 
 def check_token_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
-    if len(tokens) and int(tokens.max()) >= vocab_size:
-        raise SetupError(f"{path} holds token {int(tokens.max())}, but VOCAB_SIZE={vocab_size}: shard and tokenizer do "
-                         "not belong together; fetch both for one variant")
+    if tokens.max(initial=0) >= vocab_size:
+        raise SetupError(f"{path} holds token {tokens.max()}, but VOCAB_SIZE={vocab_size}; fetch both for one variant")
 
 def check_train_shards(hp: Hyperparameters) -> list[Path]:
     """Train shards in order, with headers, sizes and the first ids of each checked. Raises SetupError."""
     paths = find_shards(hp, "train")
-    counts = [shard_tokens(path) for path in paths]
-    for path, count in zip(paths, counts):
-        check_token_ids(open_shard(path)[:65_536] if count else np.zeros(0), hp.vocab_size, path)
-    if sum(counts) < hp.train_batch_tokens + 1:
-        raise SetupError(f"{sum(counts)} train tokens in {hp.dataset_dir} are fewer than one step of TRAIN_BATCH_TOKENS"
-                         f"={hp.train_batch_tokens} plus one; fetch more shards or lower TRAIN_BATCH_TOKENS")
+    shards = [open_shard(path) for path in paths]
+    for path, tokens in zip(paths, shards):
+        check_token_ids(tokens[:65_536], hp.vocab_size, path)
+    if (total := sum(map(len, shards))) <= hp.train_batch_tokens:
+        raise SetupError(f"{hp.dataset_dir} has {total} train tokens, a step needs one more than TRAIN_BATCH_TOKENS="
+                         f"{hp.train_batch_tokens}; fetch more shards or lower it")
     return paths
-
-def check_compressor(name: str) -> None:
-    try:
-        __import__(name)
-    except ImportError as error:
-        raise SetupError(f"COMPRESSOR={name}: {error}; pip install {name}, or set COMPRESSOR") from None
 
 @dataclass(frozen=True)
 class ValidationSet:
@@ -596,9 +582,9 @@ class ValidationSet:
         return mean_loss / math.log(2) * self.targets / self.target_bytes
 
 def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
-    """All validation shards, joined and cut to whole sequences plus one token."""
+    """All validation shards, joined and cut to whole sequences plus one token. Raises SetupError."""
     paths = find_shards(hp, "val")
-    tokens = np.concatenate([open_shard(path) if shard_tokens(path) else np.zeros(0, np.uint16) for path in paths])
+    tokens = np.concatenate([open_shard(path) for path in paths])
     check_token_ids(tokens, hp.vocab_size, hp.dataset_dir)
     entry = manifest_entry(hp)
     count = sidecar_count(hp, entry, paths, len(tokens)) if hp.transform else tables.count
@@ -607,8 +593,8 @@ def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
     verdict = check_manifest(hp, entry, whole)
     used = (len(tokens) - 1) // hp.eval_seq_len * hp.eval_seq_len + 1
     if used < 2:
-        raise SetupError(f"{len(tokens)} validation tokens in {hp.dataset_dir} are fewer than one sequence of "
-                         f"EVAL_SEQ_LEN={hp.eval_seq_len} plus one; fetch the whole split")
+        raise SetupError(f"{hp.dataset_dir} has {len(tokens)} validation tokens, a sequence needs one more than "
+                         f"EVAL_SEQ_LEN={hp.eval_seq_len}; fetch the whole split")
     note = f"normalised text; {len(tokens) - used} tail tokens not scored; {verdict}"
     return ValidationSet(tokens[:used], count(tokens[:used]), note)
 
@@ -619,7 +605,7 @@ def sidecar_count(hp: Hyperparameters, entry: dict[str, Any], paths: list[Path],
     files = [path.with_suffix(sidecar.get("suffix", ".bytes")) for path in paths]
     if not sidecar or not all(file.is_file() for file in files):
         raise SetupError(f"TRANSFORM={hp.transform} needs manifest.json and a .bytes file beside each val shard in "
-                         f"{hp.dataset_dir}: they say which bytes of the original text a token stands for")
+                         f"{hp.dataset_dir}: they count the bytes of the original text")
     sizes = np.concatenate([np.fromfile(file, np.dtype(sidecar["dtype"]).newbyteorder("<")) for file in files])
     if len(sizes) != n:
         raise SetupError(f"{hp.dataset_dir}: {n} val tokens, but the .bytes files have {len(sizes)}; fetch both again")
@@ -628,10 +614,8 @@ def sidecar_count(hp: Hyperparameters, entry: dict[str, Any], paths: list[Path],
 def manifest_entry(hp: Hyperparameters) -> dict[str, Any]:
     """What manifest.json says of this dataset (empty without one). Raises SetupError when it is damaged."""
     path = Path(hp.data_dir) / "manifest.json"
-    if not path.is_file():
-        return {}
     try:
-        datasets = json.loads(path.read_text(encoding="utf-8"))["datasets"]
+        datasets = json.loads(path.read_text(encoding="utf-8"))["datasets"] if path.is_file() else []
         return next((dict(d) for d in datasets if d["name"] == hp.dataset_dir.name), {})
     except (ValueError, KeyError, TypeError) as error:
         raise SetupError(f"{path} is damaged ({error!r}); fetch it again or remove it") from None
@@ -641,7 +625,7 @@ def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, 
     stats, splits = entry.get("stats") or {}, entry.get("splits") or {}
     if wrong := [f"{name} {stats[name]}, found {n}" for name, n in whole.items() if stats.get(name, n) != n]:
         raise SetupError(f"{hp.dataset_dir} does not match manifest.json ({'; '.join(wrong)}): no comparable score; "
-                         f"`{FETCH_COMMAND.format(hp.vocab_size)}`")
+                         f"{fetch_hint(hp)}")
     if {"val", "train"} <= set(splits):
         (a, b), (c, d) = ((splits[split]["first_doc"], splits[split]["last_doc"]) for split in ("val", "train"))
         if a <= d and c <= b:
@@ -671,11 +655,9 @@ class ShardCursor:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, tokens: int, seq_len: int) -> ShardCursor:
-        max_phase = min(seq_len - 1, max(0, tokens - seq_len - 1))
-        phase = int(rng.integers(max_phase + 1)) if max_phase > 0 else 0
+        """A cursor over more than seq_len tokens. (A choice among one number takes nothing from `rng`.)"""
+        phase = int(rng.integers(min(seq_len, tokens - seq_len)))
         blocks = (tokens - 1 - phase) // seq_len
-        if blocks <= 1:
-            return cls(phase, blocks, 0, 1)
         start, stride = int(rng.integers(blocks)), 0
         while math.gcd(stride, blocks) != 1:
             stride = int(rng.integers(1, blocks))
@@ -696,15 +678,13 @@ class CoprimeLoader:
 
     def __init__(self, paths: list[Path], seq_len: int, draw_windows: int, rank: int = 0, world_size: int = 1,
                  vocab_size: int = 65536) -> None:
-        self.seq_len, self.draw_windows, self.rank, self.world_size = seq_len, draw_windows, rank, world_size
-        self.vocab_size, self.draws = vocab_size, 0
-        lengths = [shard_tokens(path) for path in paths]
-        self.shards = [i for i, n in enumerate(lengths) if (n - 1) // seq_len >= 1]
+        self.paths, self.seq_len, self.draw_windows, self.vocab_size = paths, seq_len, draw_windows, vocab_size
+        self.rank, self.world_size, self.draws = rank, world_size, 0
+        self.tokens = [open_shard(path) for path in paths]
+        self.shards = [i for i, tokens in enumerate(self.tokens) if len(tokens) > seq_len]
         if not self.shards:
-            raise SetupError(f"no train shard in {paths[0].parent} holds one sequence of TRAIN_SEQ_LEN={seq_len} plus "
-                             f"one token (the longest has {max(lengths)}); fetch more data or lower TRAIN_SEQ_LEN")
-        self.paths, self.lengths = paths, lengths
-        self.tokens = {i: open_shard(paths[i]) for i in self.shards}
+            raise SetupError(f"no train shard in {paths[0].parent} has more than TRAIN_SEQ_LEN={seq_len} tokens; fetch "
+                             "more data or lower it")
         self.cursors: dict[int, ShardCursor] = {}
         self.rng = np.random.Generator(np.random.PCG64(path_seed(str(p) for p in paths)))
 
@@ -714,89 +694,68 @@ class CoprimeLoader:
         self.draws += 1
         weights = np.array([self._blocks_left(i) for i in self.shards], np.float64) ** (0.90 - 0.40 * progress)
         p = weights / weights.sum()
-        low = min(max(8, self.world_size), len(self.shards), self.draw_windows)
-        high = min(max(32, 8 * self.world_size), len(self.shards), self.draw_windows)
+        low, high = (min(max(least, each * self.world_size), len(self.shards), self.draw_windows)
+                     for least, each in ((8, 1), (32, 8)))
         mix = round(low + progress * (high - low))
         chosen = self.rng.choice(len(self.shards), size=mix, replace=False, p=p)
-        counts = np.ones(mix, np.int64)
-        if self.draw_windows > mix:
-            counts += self.rng.multinomial(self.draw_windows - mix, p[chosen] / p[chosen].sum())
-        order = self.rng.permutation(mix)
-        return self._interleave([self._take(self.shards[chosen[k]], int(counts[k])) for k in order])
+        counts = 1 + self.rng.multinomial(self.draw_windows - mix, p[chosen] / p[chosen].sum())
+        buckets = [self._take(self.shards[chosen[k]], int(counts[k])) for k in self.rng.permutation(mix)]
+        windows = []
+        while buckets:  # rounds of one window from each shard, the shards in a new order each round
+            buckets = [buckets[k] for k in self.rng.permutation(len(buckets))]
+            windows += [bucket.pop() for bucket in buckets]
+            buckets = [bucket for bucket in buckets if bucket]
+        return windows
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
         """This rank's inputs and targets of the next draw, int64, each (draw_windows / world_size, seq_len)."""
         mine = self.next_windows()[self.rank::self.world_size]
         rows = np.stack([self.tokens[shard][start:start + self.seq_len + 1] for shard, start in mine])
-        if int(rows.max()) >= self.vocab_size:
-            bad = mine[int(rows.max(axis=1).argmax())][0]
-            check_token_ids(rows, self.vocab_size, self.paths[bad])
+        largest = mine[int(rows.max(axis=1).argmax())][0]
+        check_token_ids(rows, self.vocab_size, self.paths[largest])
         rows = rows.astype(np.int64)
         return rows[:, :-1], rows[:, 1:]
 
     def _blocks_left(self, shard: int) -> int:
         cursor = self.cursors.get(shard)
-        return (self.lengths[shard] - 1) // self.seq_len if cursor is None else max(1, cursor.blocks - cursor.taken)
+        return max(1, cursor.blocks - cursor.taken) if cursor else (len(self.tokens[shard]) - 1) // self.seq_len
 
     def _take(self, shard: int, count: int) -> list[tuple[int, int]]:
         windows = []
         for _ in range(count):
             cursor = self.cursors.get(shard)
             if cursor is None or cursor.taken >= cursor.blocks:
-                cursor = self.cursors[shard] = ShardCursor.draw(self.rng, self.lengths[shard], self.seq_len)
+                cursor = self.cursors[shard] = ShardCursor.draw(self.rng, len(self.tokens[shard]), self.seq_len)
             windows.append((shard, cursor.take(self.seq_len)))
-        return [windows[k] for k in self.rng.permutation(count)] if count > 1 else windows
-
-    def _interleave(self, buckets: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
-        """Rounds of one window from each shard's bucket, the buckets in a new order each round."""
-        windows = []
-        while buckets:
-            buckets = [buckets[k] for k in self.rng.permutation(len(buckets))]
-            windows += [bucket.pop() for bucket in buckets]
-            buckets = [bucket for bucket in buckets if bucket]
-        return windows
+        return [windows[k] for k in self.rng.permutation(count)]
 
 class Prefetcher:
     """Reads a loader ahead in a thread. Each batch has its own pinned memory, so none is overwritten in flight."""
 
-    DEPTH = 2  # batches read ahead
+    DEPTH = 3  # batches read ahead
 
     def __init__(self, loader: CoprimeLoader, device: torch.device, clock: Stopwatch) -> None:
         self.loader, self.device, self.clock = loader, device, clock
         self.last_read_seconds = self.wait_seconds = 0.0
-        self._queue: queue.Queue = queue.Queue(self.DEPTH)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._fill, daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1)
+        self._ahead = deque(self._thread.submit(self._read) for _ in range(self.DEPTH))
 
-    def _fill(self) -> None:
-        while not self._stop.is_set():
-            try:
-                batch = tuple(torch.from_numpy(part) for part in self.loader.next_batch())
-                self.last_read_seconds = self.clock.seconds
-                item = tuple(part.pin_memory() for part in batch) if self.device.type == "cuda" else batch
-            except Exception as error:  # noqa: BLE001 - handed to the consumer, who raises it
-                item = error
-            while not self._stop.is_set():
-                with contextlib.suppress(queue.Full):
-                    self._queue.put(item, timeout=0.1)
-                    break
-            if isinstance(item, Exception):
-                return
+    def _read(self) -> list[Tensor]:
+        batch = [torch.from_numpy(part) for part in self.loader.next_batch()]
+        self.last_read_seconds = self.clock.seconds
+        return [part.pin_memory() for part in batch] if self.device.type == "cuda" else batch
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets on the device, int64 (sequences, seq_len); waits for the reader when it must."""
+        """Inputs and targets on the device, int64 (sequences, seq_len); waits for the reader or raises its error."""
         began = time.perf_counter()
-        item = self._queue.get()
+        batch = self._ahead.popleft().result()
+        self._ahead.append(self._thread.submit(self._read))
         self.wait_seconds += time.perf_counter() - began
-        if isinstance(item, Exception):
-            raise item
-        inputs, targets = (part.to(self.device, non_blocking=True) for part in item)
+        inputs, targets = (part.to(self.device, non_blocking=True) for part in batch)
         return inputs, targets
 
     def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._thread.shutdown(cancel_futures=True)
 
 
 # ---- Attention: one entry point, chosen by a probe -------------------------------------------------------------------
@@ -1678,39 +1637,38 @@ def byte_shuffle(data: bytes) -> bytes:
 
 def byte_unshuffle(data: bytes) -> bytes:
     """Inverse of `byte_shuffle`; data without its magic comes back as it is. Raises ArtifactError on a stride of 0."""
-    if data[:len(SHUFFLE_MAGIC)] != SHUFFLE_MAGIC or len(data) <= len(SHUFFLE_MAGIC):
+    head = len(SHUFFLE_MAGIC)
+    if not data.startswith(SHUFFLE_MAGIC) or len(data) == head:
         return data
-    stride, body = data[len(SHUFFLE_MAGIC)], data[len(SHUFFLE_MAGIC) + 1:]
+    stride, body, at = data[head], data[head + 1:], 0
     if stride == 0:
         raise ArtifactError("byte shuffle with stride 0: the artifact is damaged")
-    out, at = bytearray(len(body)), 0
+    out = bytearray(len(body))
     for i in range(stride):
-        count = len(range(i, len(body), stride))
+        count = len(out[i::stride])
         out[i::stride] = body[at:at + count]
         at += count
     return bytes(out)
 
-def compress(data: bytes, compressor: str) -> bytes:
-    if compressor == "lzma":
-        return lzma.compress(data, preset=6)
-    import brotli
+def import_brotli() -> Any:
+    """The module, which only its users need. Raises SetupError."""
+    try:
+        import brotli
+    except ImportError as error:
+        raise SetupError(f"{error}; pip install brotli, or set COMPRESSOR=lzma") from None
+    return brotli
 
-    return brotli.compress(data, quality=11)
+def compress(data: bytes, compressor: str) -> bytes:
+    return lzma.compress(data, preset=6) if compressor == "lzma" else import_brotli().compress(data, quality=11)
 
 def decompress(data: bytes) -> bytes:
     """Inverse of `compress`; the format is read from the data. Raises ArtifactError."""
+    codec = lzma.LZMADecompressor(lzma.FORMAT_XZ) if data.startswith(XZ_MAGIC) else import_brotli()
     try:
-        if data.startswith(XZ_MAGIC):
-            stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
-            raw = stream.decompress(data)
-            if not stream.eof or stream.unused_data:
-                raise ValueError("it is cut off" if not stream.eof else "something follows its end")
-            return raw
-        import brotli
-
-        return brotli.decompress(data)
-    except ImportError:
-        raise SetupError("this artifact needs brotli: pip install brotli") from None
+        raw = codec.decompress(data)
+        if data.startswith(XZ_MAGIC) and (not codec.eof or codec.unused_data):
+            raise ValueError("it is cut off, or something follows its end")
+        return raw
     except Exception as error:  # noqa: BLE001 - brotli.error is no fixed class over versions
         raise ArtifactError(f"it is neither brotli nor xz, or damaged ({type(error).__name__}: {error})") from None
 
@@ -1721,43 +1679,38 @@ def pack_artifact(quantized: Quantized, compressor: str) -> bytes:
 
 def unpack_artifact(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and meta of an artifact; only tensors and plain containers are loaded. Raises ArtifactError."""
-    raw = byte_unshuffle(decompress(data))
+    raw = io.BytesIO(byte_unshuffle(decompress(data)))
     try:
-        broken = zipfile.ZipFile(io.BytesIO(raw)).testzip()  # brotli has no checksum; torch.load ignores the zip's
-        if broken is not None:
+        if broken := zipfile.ZipFile(raw).testzip():  # brotli has no checksum; torch.load ignores the zip's
             raise ValueError(f"checksum of {broken} does not match")
-        content = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+        raw.seek(0)
+        content = torch.load(raw, map_location="cpu", weights_only=True)
         tensors, meta = dict(content["w"]), dict(content["m"])
         if not all(isinstance(t, Tensor) and t.layout == torch.strided for t in tensors.values()):
             raise TypeError("w must hold plain tensors")
         if not all(isinstance(name, str) for name in (*tensors, *meta)):
             raise TypeError("names must be text")
+        return tensors, meta
     except Exception as error:  # noqa: BLE001 - a damaged zip or pickle fails in many ways, which mean the same
-        message = str(error).splitlines()[0] if str(error) else ""
+        message = str(error).partition("\n")[0]
         raise ArtifactError(f"its content is no torch.save of w and m ({type(error).__name__}: {message})") from None
-    return tensors, meta
 
 def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights with the names, shapes and dtypes of `like`. Raises ArtifactError when they belong to another model."""
-    missing, foreign = sorted(set(like) - set(meta)), sorted(set(meta) - set(like))
-    if missing or foreign:
-        raise ArtifactError(f"it belongs to another model: missing {missing[:3]}, unknown {foreign[:3]}; "
-                            "set the variables that it was trained with")
+    remedy = "set the variables that it was trained with"
+    if names := sorted(set(like) ^ set(meta)):
+        raise ArtifactError(f"it belongs to another model, {names[:3]} are not in both; {remedy}")
     state = {}
     for name, target in like.items():
-        parts = [name] if isinstance(meta[name], str) else [f"{name}.q", f"{name}.scale"]
-        absent = [part for part in parts if part not in tensors]
-        if absent:
-            raise ArtifactError(f"it lacks the tensor {absent[0]}")
-        value = tensors[parts[0]].float()
-        if tuple(value.shape) != tuple(target.shape):
-            raise ArtifactError(f"{name} has shape {tuple(value.shape)}, this model needs {tuple(target.shape)}; "
-                                "set the variables that it was trained with")
-        if len(parts) == 2:
-            scale = tensors[parts[1]].float()
-            if scale.shape != value.shape[:1]:
-                raise ArtifactError(f"{parts[1]} has shape {tuple(scale.shape)}, {name} has {value.shape[0]} rows")
-            value = value * scale[:, None]
+        shape, parts = target.shape, {name: target.shape}
+        if not isinstance(meta[name], str):
+            parts = {f"{name}.q": shape, f"{name}.scale": shape[:1]}
+        for part, needed in parts.items():
+            if part not in tensors or tensors[part].shape != needed:
+                found = tuple(tensors[part].shape) if part in tensors else "nothing"
+                raise ArtifactError(f"{part} has shape {found}, this model needs {tuple(needed)}; {remedy}")
+        value, *scale = (tensors[part].float() for part in parts)
+        value = value * scale[0][:, None] if scale else value
         if not bool(value.isfinite().all()):
             raise ArtifactError(f"{name} holds values that are not finite: the artifact is damaged")
         state[name] = value.to(target.dtype)
@@ -1790,7 +1743,7 @@ class Run:
         self.began, self.hp, self.source = time.perf_counter(), hp, Path(__file__).read_bytes()
         self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
         self.output = Path(hp.output_dir)
-        check_compressor(hp.compressor)
+        compress(b"", hp.compressor)  # raises when its module is missing
         self.val = load_validation(hp, byte_tables(load_tokenizer(hp)))
         self.train_paths = [] if hp.eval_only else check_train_shards(hp)
         if hp.eval_only and not Path(hp.eval_only).is_file():
