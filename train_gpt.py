@@ -35,10 +35,10 @@ import zipfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -1280,25 +1280,22 @@ class Trainer:
         self.parameters = list(model.parameters())
         self.optimizers = Optimizers(model, self.world, orthogonalize)
 
-    def open_data(self) -> Prefetcher:
+    def open_data(self) -> contextlib.closing[Prefetcher]:
         """A new reader at the beginning of the training stream."""
         loader = CoprimeLoader(self.train_paths, self.hp.train_seq_len, self.plan.draw_windows, self.world.rank,
                                self.world.size, self.hp.vocab_size)
-        return Prefetcher(loader, self.world.device, self.clock)
+        return contextlib.closing(Prefetcher(loader, self.world.device, self.clock))
 
     @contextlib.contextmanager
     def on_the_clock(self) -> Iterator[Prefetcher]:
         """A new reader while the clock runs; notes when it last read."""
         synchronize(self.world.device)
         self.clock.start()
-        data = self.open_data()
-        try:
+        with self.open_data() as data:
             yield data
-        finally:
-            data.close()
-            synchronize(self.world.device)
-            self.clock.stop()
-            self.last_read_seconds = data.last_read_seconds
+        synchronize(self.world.device)
+        self.clock.stop()
+        self.last_read_seconds = data.last_read_seconds
 
     def step(self, data: Prefetcher, step: int, factor: float) -> Callable[[], float]:
         """Queues one optimizer step; the returned call waits for the mean loss of this rank's micro-batches.
@@ -1321,16 +1318,14 @@ class Trainer:
 
     def warm_up(self) -> None:
         """Compiles and settles everything on real shapes, then puts weights and optimizers back to their start."""
-        before, data, steps = [p.detach().clone() for p in self.parameters], self.open_data(), self.hp.warmup_steps
-        try:
-            for step in range(steps):
-                self._agree(self.step(data, step, 1.0), f"warm-up step {step + 1}")
-                if step < 6 or (step + 1) % 10 == 0 or step + 1 == steps:
-                    self.log(f"warmup_step: {step + 1}/{steps}")
-        finally:
-            data.close()
+        before, steps = [p.detach().clone() for p in self.parameters], self.hp.warmup_steps
+        with self.open_data() as data:
+            for step in range(1, steps + 1):
+                self._agree(self.step(data, step - 1, 1.0), f"warm-up step {step}")
+                if step <= 6 or step % 10 == 0 or step == steps:
+                    self.log(f"warmup_step: {step}/{steps}")
         with torch.no_grad():
-            torch._foreach_copy_([p.detach() for p in self.parameters], before)
+            torch._foreach_copy_(self.parameters, before)
         self.optimizers.reset()
 
     def fit(self) -> EMA:
@@ -1338,16 +1333,15 @@ class Trainer:
         hp, cap, seconds = self.hp, self.hp.train_cap_seconds, 0.0
         ema = EMA(self.model, hp.ema_decay)
         log_validation(self.log, hp, 0, self.evaluator.full())
-        bar = tqdm(total=hp.iterations, desc="training", leave=False, disable=None if self.world.is_main else True)
+        bar = tqdm(range(hp.iterations), "training", leave=False, disable=None if self.world.is_main else True)
         with bar, self.on_the_clock() as data:
-            for step in range(hp.iterations):
+            for step in bar:
                 factor = lr_factor(seconds / cap if cap else step / hp.iterations, hp.warmdown_frac, hp.min_lr)
                 loss = self.step(data, step, factor)
                 ema.update()
                 seconds, mean_loss = self._agree(loss, f"step {step + 1}")
                 self.steps_done = step + 1
                 self._log_step(mean_loss, seconds, factor, data)
-                bar.update()
                 if cap and seconds >= cap:
                     break
                 if hp.val_loss_every and self.steps_done % hp.val_loss_every == 0 and self.steps_done < hp.iterations:
@@ -1361,12 +1355,11 @@ class Trainer:
     def _agree(self, loss: Callable[[], float], where: str) -> tuple[float, float]:
         """Waits for the loss; the slowest rank's seconds and the mean loss over ranks, equal on every rank."""
         value = loss()
-        rows = self.world.gather([self.clock.seconds, value])
-        broken = [rank for rank, (_, loss_here) in enumerate(rows) if not math.isfinite(loss_here)]
-        if broken:
-            raise DivergedError(f"loss not finite at {where} on ranks {broken}: all ranks stop; "
-                                "lower MATRIX_LR, TIED_EMBED_LR or SCALAR_LR, or set GRAD_CLIP_NORM")
-        return max(row[0] for row in rows), sum(row[1] for row in rows) / len(rows)
+        seconds, losses = zip(*self.world.gather([self.clock.seconds, value]))
+        if broken := [rank for rank, loss_here in enumerate(losses) if not math.isfinite(loss_here)]:
+            raise DivergedError(f"loss not finite at {where} on ranks {broken}; lower MATRIX_LR, TIED_EMBED_LR or "
+                                "SCALAR_LR, or set GRAD_CLIP_NORM")
+        return max(seconds), sum(losses) / len(losses)
 
     def _log_step(self, loss: float, seconds: float, factor: float, data: Prefetcher) -> None:
         step, every = self.steps_done, self.hp.train_log_every
@@ -1379,14 +1372,12 @@ class Trainer:
                         tokens_per_second=tokens / seconds, loader_wait_seconds=data.wait_seconds)
 
     def _report_end(self, seconds: float, data: Prefetcher) -> None:
-        step, hp = self.steps_done, self.hp
+        step, hp, waited = self.steps_done, self.hp, data.wait_seconds
         if step < hp.iterations:
             self.log(f"stopping_early: wallclock_cap train_time: {1000 * seconds:.0f}ms step: {step}/{hp.iterations}")
-        allocated, reserved = peak_memory_mib(self.world.device)
-        self.log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-        wait = data.wait_seconds / max(seconds, 1e-9)
-        self.log(f"loader_wait: {data.wait_seconds:.2f}s ({wait:.1%} of training)"
-                 + (" WARNING: over 2%: the disk or the CPU is too slow" if wait > 0.02 else ""))
+        self.log("peak memory allocated: {} MiB reserved: {} MiB".format(*peak_memory_mib(self.world.device)))
+        warning = " WARNING: over 2%: the disk or the CPU is too slow" * (waited > 0.02 * seconds)
+        self.log(f"loader_wait: {waited:.2f}s ({waited / seconds:.1%} of training){warning}")
         if step * (1 - hp.ema_decay) < 5:
             self.log(f"WARNING: {step} steps are few for EMA_DECAY={hp.ema_decay}: the averaged weights still hold "
                      f"{hp.ema_decay ** step:.0%} of the initial ones; lower EMA_DECAY for short runs")
@@ -1741,8 +1732,11 @@ class Run:
 
     def __init__(self, hp: Hyperparameters, environ: Mapping[str, str]) -> None:
         self.began, self.hp, self.source = time.perf_counter(), hp, Path(__file__).read_bytes()
+        self.run_id, self.output = hp.run_id or str(uuid.uuid4()), Path(hp.output_dir)
+        self.logs, self.artifact = self.output / "logs", self.output / "final_model.int6.ptz"
+        self.results: dict[str, Any] = {}
+        self.failure: RunError | None = None
         self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
-        self.output = Path(hp.output_dir)
         compress(b"", hp.compressor)  # raises when its module is missing
         self.val = load_validation(hp, byte_tables(load_tokenizer(hp)))
         self.train_paths = [] if hp.eval_only else check_train_shards(hp)
@@ -1756,17 +1750,11 @@ class Run:
         self.model = build_model(hp, attend, self.world.device, dtype)
         parameter_groups(self.model)  # raises when a parameter has no optimizer
         self.world.broadcast_weights(self.model)
-        self.loss_function: Callable[..., Tensor] = self.compile(self.model)
-        self.evaluator = Evaluator(hp, self.plan, self.world, self.val, self.loss_function)
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        self.results: dict[str, Any] = {}
-        self.failure: RunError | None = None
-        self.run_id = hp.run_id or str(uuid.uuid4())
+        self.evaluator = Evaluator(hp, self.plan, self.world, self.val, self.compile(self.model))
         self.log = self.open_log()
         self.log_head()
-        for line in self.banner(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, compile_reason):
-            self.log(line)
-        self.log(f"sha256 of the script: {hashlib.sha256(self.source).hexdigest()}")
+        self.log_choices(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, compile_reason)
         for name in sorted(set(IGNORED_SETTINGS) & set(environ)):
             self.log(f"WARNING: {name} is set, but nothing reads it; the published script ignores it too")
 
@@ -1778,61 +1766,68 @@ class Run:
     def open_log(self) -> RunLog:
         """Rank 0 proves that it can write where it must and opens the log; a failure reaches every rank."""
         log, problem = RunLog(None, self.run_id), None
-        if self.world.is_main:
-            need = 5 * sum(t.numel() * t.element_size() for t in self.model.state_dict().values()) // 4
-            try:
-                (self.output / "logs").mkdir(parents=True, exist_ok=True)
+        need = 5 * sum(t.numel() * t.element_size() for t in self.model.state_dict().values()) // 4
+        try:
+            if self.world.is_main:
+                self.logs.mkdir(parents=True, exist_ok=True)
                 write_file(self.output / ".writable", b"")
                 (self.output / ".writable").unlink()
-                free = shutil.disk_usage(self.output).free
-                names = [self.output / "logs" / f"{self.run_id}.{ending}" for ending in ("txt", "jsonl", "int6.ptz")]
-                taken = [path for path in names if path.exists()]
-                if free < need:
-                    problem = f"OUTPUT_DIR={self.output} has {free} bytes free, the model files need {need}; free some"
-                elif taken:
-                    problem = f"RUN_ID={self.run_id}: {taken[0]} exists and is kept; choose another RUN_ID"
-                else:
-                    log = RunLog(self.output / "logs", self.run_id)
-            except OSError as error:
-                problem = f"OUTPUT_DIR={self.output} cannot be written ({error}); set OUTPUT_DIR to a folder of yours"
-        problem = self.world.broadcast_object(problem)
-        if problem:
+                if (free := shutil.disk_usage(self.output).free) < need:
+                    raise OSError(f"{free} bytes are free, the model files need {need}")
+                for path in (self.logs / f"{self.run_id}.{ending}" for ending in ("txt", "jsonl", "int6.ptz")):
+                    if path.exists():
+                        raise OSError(f"{path} exists and is kept")
+                log = RunLog(self.logs, self.run_id)
+        except OSError as error:
+            problem = f"cannot write RUN_ID={self.run_id} to OUTPUT_DIR={self.output}: {error}; choose another"
+        if problem := self.world.broadcast_object(problem):
             raise SetupError(problem)
         return log
 
     def log_head(self) -> None:
         """Settings, source, versions and GPUs: the file alone is enough to repeat the run."""
-        hp, rule, logs = self.hp, "=" * 100, self.output / "logs"
-        values = {item.name: format_setting(getattr(hp, item.name)) for item in fields(hp)}
-        values |= {"run_id": self.run_id, "rank": self.world.rank, "world_size": self.world.size,
-                   "grad_accum_steps": self.plan.grad_accum_steps, "logfile": logs / f"{self.run_id}.txt",
-                   "datasets_dir": hp.dataset_dir, "train_files": hp.dataset_dir / "fineweb_train_*.bin",
-                   "val_files": hp.dataset_dir / "fineweb_val_*.bin", "tokenizer_path": hp.tokenizer_path,
-                   "model_path": self.output / "final_model.pt",
-                   "quantized_model_path": self.output / "final_model.int6.ptz"}
-        lines = [rule, "Hyperparameters:", *(f"  {name}: {values[name]}" for name in sorted(values)),
+        hp, rule = self.hp, "=" * 100
+        values = asdict(hp) | {
+            "run_id": self.run_id, "rank": self.world.rank, "world_size": self.world.size,
+            "grad_accum_steps": self.plan.grad_accum_steps, "logfile": self.logs / f"{self.run_id}.txt",
+            "datasets_dir": hp.dataset_dir, "train_files": hp.dataset_dir / "fineweb_train_*.bin",
+            "val_files": hp.dataset_dir / "fineweb_val_*.bin", "tokenizer_path": hp.tokenizer_path,
+            "model_path": self.output / "final_model.pt", "quantized_model_path": self.artifact}
+        texts = {name: format_setting(value) for name, value in values.items()}
+        lines = [rule, "Hyperparameters:", *(f"  {name}: {texts[name]}" for name in sorted(texts)),
                  self.source.decode("utf-8"), rule, f"Running Python {sys.version}",
                  f"Running PyTorch {torch.__version__}", gpu_report(), rule]
         self.log("\n".join(lines), console=False)
-        self.log.record("settings", **{name: str(value) for name, value in values.items()})
+        self.log.record("settings", **texts)
 
-    def banner(self, dtype: str, attention: str, compile_reason: str) -> list[str]:
+    def log_choices(self, dtype: str, attention: str, compile_reason: str) -> None:
+        """What the run found and chose."""
         hp, world, plan = self.hp, self.world, self.plan
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
         estimate = estimate_artifact_bytes(self.model) + len(self.source)
-        return [f"machine: {world.size} x {device}, PyTorch {torch.__version__}, {dtype}",
-                f"attention: {attention}",
-                f"compile: {int(self.compiled)} ({compile_reason})",
-                f"train_shards: {len(self.train_paths)}",
-                f"val_tokens: {self.val.targets}",
-                f"val_bytes: {self.val.target_bytes} ({self.val.note})",
-                f"batch: {hp.train_batch_tokens} tokens = {world.size} ranks x {plan.grad_accum_steps} micro-batches x "
-                + f"{plan.micro_sequences} sequences of {hp.train_seq_len}",
-                f"tokenizer: {hp.tokenizer_path.stat().st_size} bytes (the rules do not count it)",
-                f"model_params:{self.parameters}",
-                f"artifact estimate: {estimate / 1e6:.1f} MB of {SIZE_CAP_BYTES / 1e6:.1f} (weight decay decides)"]
+        self.log(f"""machine: {world.size} x {device}, PyTorch {torch.__version__}, {dtype}
+attention: {attention}
+compile: {int(self.compiled)} ({compile_reason})
+train_shards: {len(self.train_paths)}
+val_tokens: {self.val.targets}
+val_bytes: {self.val.target_bytes} ({self.val.note})
+batch: {hp.train_batch_tokens} tokens = {world.size} ranks x {plan.grad_accum_steps} micro-batches x \
+{plan.micro_sequences} sequences of {hp.train_seq_len}
+tokenizer: {hp.tokenizer_path.stat().st_size} bytes (the rules do not count it)
+model_params:{self.parameters}
+artifact estimate: {estimate / 1e6:.1f} MB of {SIZE_CAP_BYTES / 1e6:.1f} (weight decay decides)
+sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
 
     # phases
+
+    def execute(self) -> None:
+        """The whole run. Raises RunError for everything that a user can cause or must know."""
+        if not self.hp.eval_only:
+            self.train()
+        self.score()
+        self.summarize()
+        if self.failure:
+            raise self.failure
 
     def train(self) -> None:
         """Training, Hessians, quantisation; ends with the artifact on disk, before anything of it is evaluated."""
@@ -1843,10 +1838,10 @@ class Run:
         try:
             trainer.warm_up()
         except torch.OutOfMemoryError as error:
-            micro = self.plan.micro_sequences
+            micro, message = self.plan.micro_sequences, str(error).partition("\n")[0]
             fits = [n * hp.train_seq_len for n in range(1, micro) if micro % n == 0]
-            raise SetupError(f"{micro * hp.train_seq_len} tokens at once do not fit into the GPU's memory "
-                             f"({str(error).splitlines()[0]}); set MICRO_BATCH_TOKENS to one of {fits}") from None
+            raise SetupError(f"{micro * hp.train_seq_len} tokens at once do not fit into the GPU's memory ({message}); "
+                             f"set MICRO_BATCH_TOKENS to one of {fits}") from None
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
         self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step, with compile and warm-up")
@@ -1862,17 +1857,15 @@ class Run:
 
     def write_artifact(self, trainer: Trainer) -> float:
         """Rank 0 saves the averaged weights, collects Hessians on the clock, quantises and writes; all wait for it."""
-        hessian_seconds, hessians = 0.0, {}
+        before, hessians = trainer.clock.seconds, {}
         if self.world.is_main:
             self.write_checkpoint()
             self.log(f"Code size: {len(self.source)} bytes")
             if self.hp.gptq_enabled:
-                before = trainer.clock.seconds
                 with trainer.on_the_clock() as data:
                     hessians = collect_hessians(self.model, data, trainer.clock, self.log)
-                hessian_seconds = trainer.clock.seconds - before
             self.write_quantized(hessians)
-        return self.world.broadcast_object(hessian_seconds)
+        return self.world.broadcast_object(trainer.clock.seconds - before)
 
     def write_checkpoint(self) -> None:
         """The averaged weights as they are; a disk too full for them must not cost the artifact."""
@@ -1885,7 +1878,6 @@ class Run:
             self.log(f"WARNING: final_model.pt was not written ({error}); the run goes on")
 
     def write_quantized(self, hessians: dict[str, Tensor]) -> None:
-        label, path = f"int6+{self.hp.compressor}", self.output / "final_model.int6.ptz"
         quantized, data = self.quantize_to_fit(hessians)
         if self.hp.gptq_enabled:
             self.log(f"GPTQ quantization: {len(quantized.gptq)} layers with full GPTQ, {len(quantized.fallback)} "
@@ -1893,12 +1885,12 @@ class Run:
         for what, names in (("needed more damping", quantized.damped), ("got plain row search", quantized.fallback)):
             if names:
                 self.log(f"WARNING: {len(names)} Hessians did not factor and {what}: {', '.join(names)}")
-        write_file(path, data)
-        self.log(f"sha256 of the artifact: {hashlib.sha256(data).hexdigest()}")
-        with contextlib.suppress(OSError):  # the next run replaces `path`; under this name the file stays
-            os.link(path, self.output / "logs" / f"{self.run_id}.int6.ptz")
-        self.log(f"Serialized model {label}: {len(data)} bytes")
-        self.log(f"Total submission size {label}: {len(data) + len(self.source)} bytes")
+        write_file(self.artifact, data)
+        with contextlib.suppress(OSError):  # the next run replaces the artifact; under this name the file stays
+            os.link(self.artifact, self.logs / f"{self.run_id}.int6.ptz")
+        label, size = f"int6+{self.hp.compressor}", len(data)
+        self.log(f"sha256 of the artifact: {hashlib.sha256(data).hexdigest()}\nSerialized model {label}: {size} bytes\n"
+                 f"Total submission size {label}: {size + len(self.source)} bytes")
 
     def quantize_to_fit(self, hessians: dict[str, Tensor]) -> tuple[Quantized, bytes]:
         """Quantises and packs; while over TARGET_TOTAL_BYTES, again with coarser int6 scales, the same on every run.
@@ -1909,13 +1901,12 @@ class Run:
         for _ in range(6):
             began = time.perf_counter()
             quantized = quantize_state(self.model.state_dict(), hessians, self.hp, coarseness)
-            quantized_at = time.perf_counter()
+            packing = time.perf_counter()
             if not all(bool(t.isfinite().all()) for t in quantized.tensors.values()):
                 raise DivergedError("the averaged weights are not finite or too large for fp16 scales; lower MATRIX_LR "
                                     "or TIED_EMBED_LR")
             data = pack_artifact(quantized, self.hp.compressor)
-            packed_at = time.perf_counter()
-            self.log(f"quantization: {quantized_at - began:.1f}s compression: {packed_at - quantized_at:.1f}s")
+            self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s")
             self.results["int6_scale_factor"] = coarseness
             total = len(data) + len(self.source)
             codes = sum(t.numel() for name, t in quantized.tensors.items() if name.endswith(".q"))
@@ -1928,14 +1919,14 @@ class Run:
 
     def check_clock(self, trainer: Trainer) -> None:
         """States when training data was last read, and fails the run if that was past the cap."""
-        last, cap = max(row[0] for row in self.world.gather([trainer.last_read_seconds])), self.hp.max_wallclock_seconds
+        cap, last = self.hp.max_wallclock_seconds, max(self.world.gather([trainer.last_read_seconds]))[0]
         self.log(f"training data last read at {last:.1f}s of the clock, {f'cap {cap:.1f}s' if cap > 0 else 'no cap'}")
         self.results["train_data_last_read_seconds"] = last
         if 0 < cap < last:
             self.failure = ClockError(f"training data was read at {last:.1f}s, past the cap of {cap:.1f}s: the result "
                                       "does not count; raise GPTQ_RESERVE_SECONDS")
 
-    def score(self, path: Path) -> None:
+    def score(self) -> None:
         """Scores raw and averaged weights when there was training, then the artifact re-read from disk."""
         if not self.hp.eval_only:
             averaged = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
@@ -1944,7 +1935,7 @@ class Run:
             load_weights(self.model, averaged)
             self.evaluate("pre-quantization post-ema", "pre_quant", self.evaluator.full)
         began = time.perf_counter()
-        self.load_artifact(path)
+        self.load_artifact(Path(self.hp.eval_only or self.artifact))
         final = self.evaluate("final_int6_roundtrip", "int6", self.evaluator.full)
         if self.hp.sliding_window_enabled:
             final = self.evaluate("final_int6_sliding_window", "sliding", self.evaluator.sliding)
@@ -1958,7 +1949,7 @@ class Run:
         loss, bpb, seconds = score.val_loss, score.val_bpb, score.seconds
         self.log(f"{label} val_loss:{loss:.8f} val_bpb:{bpb:.8f} eval_time:{1000 * seconds:.0f}ms")
         self.log.record("evaluation", name=key, val_loss=loss, val_bpb=bpb, eval_seconds=seconds)
-        self.results[f"{key}_val_bpb"] = score.val_bpb
+        self.results[f"{key}_val_bpb"] = bpb
         return score
 
     def load_artifact(self, path: Path) -> None:
@@ -1968,20 +1959,20 @@ class Run:
             load_weights(self.model, dequantize(*unpack_artifact(data), self.model.state_dict()))
         except ArtifactError as error:
             raise ArtifactError(f"{path} cannot be scored: {error}") from None
-        total = len(data) + len(self.source)
-        self.results |= {"code_bytes": len(self.source), "model_bytes": len(data), "total_bytes": total,
+        code, total = len(self.source), len(data) + len(self.source)
+        self.results |= {"code_bytes": code, "model_bytes": len(data), "total_bytes": total,
                          "headroom_bytes": SIZE_CAP_BYTES - total}
         if total > SIZE_CAP_BYTES:
             self.failure = self.failure or OversizeError(
-                f"{len(self.source)} code + {len(data)} model bytes are {total - SIZE_CAP_BYTES} over the cap of "
-                f"{SIZE_CAP_BYTES}; the files are kept; raise MUON_WD and EMBED_WD or make the model smaller")
+                f"{code} code + {len(data)} model bytes are {total - SIZE_CAP_BYTES} over the cap of {SIZE_CAP_BYTES}; "
+                "the files are kept; raise MUON_WD and EMBED_WD or make the model smaller")
 
     def summarize(self) -> None:
         """The block of `key: value` lines at column 0 that tools read."""
         self.results |= {"parameters": self.parameters, "peak_memory_mib": peak_memory_mib(self.world.device)[0],
                          "total_seconds": time.perf_counter() - self.began}
         block = [f"{key}: {self.results[key]:{spec}}" for key, spec in SUMMARY_FORMATS.items() if key in self.results]
-        self.log("\n".join(["---", *block, f"valid: {'no: ' + str(self.failure) if self.failure else 'yes'}"]))
+        self.log("\n".join(["---", *block, f"valid: {f'no: {self.failure}' if self.failure else 'yes'}"]))
         self.log.record("summary", **self.results, valid=self.failure is None)
 
 def gpu_report() -> str:
@@ -1990,55 +1981,40 @@ def gpu_report() -> str:
     done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False, timeout=60)
     return done.stdout or done.stderr
 
-def execute(hp: Hyperparameters) -> None:
-    """A whole run. Raises RunError for everything that a user can cause or must know."""
-    run = Run(hp, os.environ)
-    if not hp.eval_only:
-        run.train()
-    run.score(Path(hp.eval_only) if hp.eval_only else run.output / "final_model.int6.ptz")
-    run.summarize()
-    if run.failure:
-        raise run.failure
-
 def settings_help() -> str:
     hints = get_type_hints(Hyperparameters)
     lines = ["settings (environment variables; switches are 0 or 1):"]
     for item in fields(Hyperparameters):
-        choices = f" [{'|'.join(get_args(hints[item.name]))}]" if get_origin(hints[item.name]) is Literal else ""
+        choices = f" [{'|'.join(choices)}]" if (choices := get_args(hints[item.name])) else ""
         lines.append(f"  {item.name.upper()}={format_setting(item.default)}\n      {item.metadata['help']}{choices}")
     return "\n".join(lines)
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, epilog=settings_help() + "\n\n" + EXIT_CODES,
+    """Runs the command line; the exit code, or, with several ranks, the end of the process."""
+    parser = argparse.ArgumentParser(description=__doc__, epilog=f"{settings_help()}\n\n{EXIT_CODES}",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print-config", action="store_true", help="print the effective settings and stop")
     args = parser.parse_args()
+    code = 0
     try:
         hp = Hyperparameters.from_env(os.environ)
         if args.print_config:
-            print("\n".join(f"{item.name}: {format_setting(getattr(hp, item.name))}" for item in fields(hp)))
-            return 0
-        execute(hp)
+            print("\n".join(f"{name}: {format_setting(value)}" for name, value in asdict(hp).items()))
+        else:
+            Run(hp, os.environ).execute()
     except (RunError, OSError) as error:  # what the user or the machine caused: one line, no traceback
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(2)  # if rank 0 fails too, torchrun ends this process meanwhile and the message comes once
         print(f"error: {error}", file=sys.stderr)
-        return leave(error.exit_code if isinstance(error, RunError) else SetupError.exit_code)
+        code = getattr(error, "exit_code", SetupError.exit_code)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
-        return leave(130)
+        code = 130
     except Exception:  # noqa: BLE001 - whatever it was, the other ranks must not wait for this one
-        print(f"error: rank {os.environ.get('RANK', '0')} failed", file=sys.stderr)
-        traceback.print_exc()
-        return leave(1)
-    return leave(0)
-
-def leave(code: int) -> int:
-    """Returns the exit code; with several ranks it ends the process at once.
-
-    After a failure a clean shutdown could wait for the other ranks; after success gloo's threads were seen to abort it.
-    """
+        print(f"error: rank {os.environ.get('RANK', '0')} failed\n{traceback.format_exc()}", file=sys.stderr)
+        code = 1
     if dist.is_initialized():
+        # After a failure a clean end could wait for other ranks; after success gloo's threads were seen to abort it.
         if code == 0:
             dist.destroy_process_group()
         sys.stdout.flush()
