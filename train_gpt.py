@@ -24,23 +24,22 @@ import math
 import operator
 import os
 import platform
-import queue
 import random
 import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import traceback
 import uuid
 import zipfile
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -60,19 +59,19 @@ class RunError(Exception):
     exit_code = 1
 
 class SetupError(RunError, ValueError):
-    exit_code = 2  # a setting, a file or the machine is wrong; found before the first step
+    exit_code = 2
 
 class DivergedError(RunError):
-    exit_code = 3  # the loss became NaN or infinite
+    exit_code = 3
 
 class OversizeError(RunError):
-    exit_code = 4  # code plus model exceed the cap; the files are kept
+    exit_code = 4
 
 class ClockError(RunError):
-    exit_code = 5  # training data was read after the wall-clock cap
+    exit_code = 5
 
 class ArtifactError(RunError, ValueError):
-    exit_code = 6  # an artifact is truncated, damaged or foreign
+    exit_code = 6
 
 EXIT_CODES = """Exit codes: 0 fine, 1 unexpected error, 2 settings, data or machine, 3 loss not finite, 4 over the size
 cap, 5 training data read after the cap, 6 artifact unreadable, 130 interrupted. (torchrun exits 1 and lists them.)"""
@@ -167,8 +166,7 @@ class Hyperparameters:
     target_total_bytes: int = setting(15_990_000, "code plus artifact over it is quantised coarser (0: off)", least=0)
     control_tensor_name_patterns: str = setting(
         "attn_scale,mlp_scale,resid_mix,q_gain,skip_weight,skip_gates,ve_layer_scales,ve_shared.scale",
-        "parameters that stay fp32 and out of Muon and int8, by part of name",
-    )
+        "parameters that stay fp32 and out of Muon and int8, by part of name")
 
     @property
     def head_dim(self) -> int:
@@ -185,54 +183,54 @@ class Hyperparameters:
     @property
     def dataset_dir(self) -> Path:
         name = f"fineweb10B_sp{self.vocab_size}{self.transform and '_' + self.transform}"
-        return Path(self.data_dir) / "datasets" / name
+        return Path(self.data_dir, "datasets", name)
 
     @property
     def tokenizer_path(self) -> Path:
         name = f"fineweb_{self.vocab_size}_bpe{self.transform and '_' + self.transform}.model"
-        return Path(self.data_dir) / "tokenizers" / name
+        return Path(self.data_dir, "tokenizers", name)
 
     @property
     def train_cap_seconds(self) -> float:
         """Seconds after which training stops so that the Hessians still fit; 0 without a cap."""
-        if self.max_wallclock_seconds <= 0:
-            return 0.0
-        return self.max_wallclock_seconds - (self.gptq_reserve_seconds if self.gptq_enabled else 0.0)
+        return max(0.0, self.max_wallclock_seconds - self.gptq_reserve_seconds * self.gptq_enabled)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Hyperparameters:
-        """Settings from environment variables. Raises SetupError that lists every problem at once."""
-        hints, values, problems = get_type_hints(cls), {}, misspelt_settings(environ)
+        """Settings from environment variables. Raises SetupError with all problems."""
+        hints, values, problems = get_type_hints(cls), {}, []
         for item in fields(cls):
-            raw = environ.get(item.name.upper())
-            if raw is None:
-                continue
-            try:
-                values[item.name] = parse_setting(raw, hints[item.name])
-            except ValueError as error:
-                problems.append(f"{item.name.upper()}={raw!r} {error}")
+            name = item.name.upper()
+            if name in environ:
+                try:
+                    values[item.name] = parse_setting(environ[name], hints[item.name], item.metadata["bounds"])
+                except ValueError as error:
+                    problems.append(f"{name}={environ[name]!r} {error}")
         hp = cls(**values)
-        problems += setting_problems(hp)
+        problems = misspelt_settings(environ) + (problems or conflicts(hp))  # conflicts need sane values
         if problems:
             raise SetupError("settings:\n" + "\n".join(f"  - {p}" for p in problems))
         return hp
 
-def parse_setting(raw: str, kind: Any) -> Any:
-    """One environment value as bool (0 or 1), int, float, str or one of a Literal's choices."""
-    if kind is bool:
-        if raw not in ("0", "1"):
-            raise ValueError("must be 0 or 1")
-        return raw == "1"
-    if get_origin(kind) is Literal:
-        if raw not in get_args(kind):
-            raise ValueError(f"must be one of {', '.join(get_args(kind))}")
-        return raw
+BOUNDS = {"least": (operator.ge, "at least"), "most": (operator.le, "at most"),
+          "above": (operator.gt, "greater than"), "below": (operator.lt, "below")}
+
+def parse_setting(raw: str, kind: Any, bounds: Mapping[str, float]) -> Any:
+    """One environment value as bool (0 or 1), int, float, str or one of a Literal's choices. Raises ValueError."""
+    if choices := ("0", "1") if kind is bool else get_args(kind):
+        if raw not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return raw == "1" if kind is bool else raw
     try:
         value = kind(raw)
     except ValueError:
-        raise ValueError(f"must be {'a whole number' if kind is int else 'a number'}") from None
+        raise ValueError(f"must be a {'whole ' * (kind is int)}number") from None
     if kind is float and not math.isfinite(value):
         raise ValueError("must be finite")
+    for bound, limit in bounds.items():
+        holds, words = BOUNDS[bound]
+        if not holds(value, limit):
+            raise ValueError(f"must be {words} {limit}")
     return value
 
 def format_setting(value: Any) -> str:
@@ -240,49 +238,32 @@ def format_setting(value: Any) -> str:
 
 def misspelt_settings(environ: Mapping[str, str]) -> list[str]:
     """Variables that are no setting but look like one: a typing error would otherwise train the wrong model."""
-    known = [item.name.upper() for item in fields(Hyperparameters)] + list(IGNORED_SETTINGS)
-    problems = []
-    for name in sorted(set(environ) - set(known)):
-        near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.87)
-        if near:
-            problems.append(f"{name} is no setting; did you mean {near[0]}? (rename it, or unset it)")
-    return problems
+    known = [*(item.name.upper() for item in fields(Hyperparameters)), *IGNORED_SETTINGS]
+    return [f"{name} is no setting; did you mean {near[0]}? (rename or unset it)" for name in sorted(environ)
+            if name not in known and (near := difflib.get_close_matches(name.upper(), known, 1, 0.87))]
 
-def setting_problems(hp: Hyperparameters) -> list[str]:
-    """Every broken rule on single settings and between them, as messages with value, rule and remedy."""
-    rules = {"least": (operator.ge, "at least"), "most": (operator.le, "at most"),
-             "above": (operator.gt, "greater than"), "below": (operator.lt, "below")}
-    problems = []
-    for item in fields(hp):
-        for bound, limit in item.metadata["bounds"].items():
-            holds, words = rules[bound]
-            if not holds(getattr(hp, item.name), limit):
-                problems.append(f"{item.name.upper()}={getattr(hp, item.name)} must be {words} {limit}")
-    if problems:
-        return problems  # the rules between settings below need sane numbers
-    layer_list = re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*|", hp.ve_layers) is not None
-    layers = hp.ve_layer_list if layer_list else []
-    divisors = [n for n in range(1, hp.model_dim + 1) if hp.model_dim % (2 * n) == 0 and hp.model_dim // n >= 8]
+def conflicts(hp: Hyperparameters) -> list[str]:
+    """Every broken rule between settings, as a message with values, rule and remedy."""
+    is_list = re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*|", hp.ve_layers) is not None
+    layers = hp.ve_layer_list if is_list else []
+    head_counts = [n for n in range(1, hp.model_dim + 1) if hp.model_dim % (2 * n) == 0 and hp.model_dim // n >= 8]
     rotated = hp.rope_dims or hp.head_dim
     checks = [
         (hp.model_dim % (2 * hp.num_heads) == 0, f"MODEL_DIM={hp.model_dim} must be NUM_HEADS={hp.num_heads} times an "
-         f"even head size; NUM_HEADS that fit: {divisors}"),
+         f"even head size; NUM_HEADS that fit: {head_counts}"),
         (hp.num_heads % hp.num_kv_heads == 0, f"NUM_KV_HEADS={hp.num_kv_heads} must divide NUM_HEADS={hp.num_heads}"),
         (rotated % 2 == 0 and 4 <= rotated <= hp.head_dim,
          f"ROPE_DIMS={hp.rope_dims} must be 0 or an even number from 4 to the head size {hp.head_dim}"),
         (hp.mlp_mult * hp.model_dim >= 1, f"MLP_MULT={hp.mlp_mult} times MODEL_DIM={hp.model_dim} must be at least 1"),
         (hp.xsa_last_n <= hp.num_layers, f"XSA_LAST_N={hp.xsa_last_n} must be at most NUM_LAYERS={hp.num_layers}"),
-        (layer_list and len(set(layers)) == len(layers) and all(n < hp.num_layers for n in layers),
-         f"VE_LAYERS={hp.ve_layers!r} must be different block numbers from 0 to {hp.num_layers - 1}, such as "
-         f"{hp.num_layers - 1}; or set VE_ENABLED=0"),
+        (is_list and len(set(layers)) == len(layers) and all(n < hp.num_layers for n in layers),
+         f"VE_LAYERS={hp.ve_layers!r} must be different numbers below NUM_LAYERS={hp.num_layers}; or set VE_ENABLED=0"),
         (hp.eval_stride <= hp.eval_seq_len,
          f"EVAL_STRIDE={hp.eval_stride} must be at most EVAL_SEQ_LEN={hp.eval_seq_len}, else tokens go unscored"),
-        (hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0,
-         f"GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds:g} must be below "
-         f"MAX_WALLCLOCK_SECONDS={hp.max_wallclock_seconds:g}"),
+        (hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0, f"GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds:g} "
+         f"must be below MAX_WALLCLOCK_SECONDS={hp.max_wallclock_seconds:g}"),
         (re.fullmatch(r"[\w.@+-]*", hp.run_id) is not None,
-         f"RUN_ID={hp.run_id!r} must be letters, digits and . _ @ + - only: it names files"),
-    ]
+         f"RUN_ID={hp.run_id!r} must be letters, digits and . _ @ + - only: it names files")]
     return [message for holds, message in checks if not holds]
 
 @dataclass(frozen=True)
@@ -297,19 +278,17 @@ class BatchPlan:
 def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
     """Cuts TRAIN_BATCH_TOKENS over ranks and accumulation. Raises SetupError naming sizes that divide."""
     unit = world_size * hp.train_seq_len
-    if hp.train_batch_tokens % unit:
-        below = hp.train_batch_tokens // unit * unit
-        fits = " or ".join(str(n) for n in (below, below + unit) if n)
+    per_rank, rest = divmod(hp.train_batch_tokens, unit)
+    if rest:
+        fits = " or ".join(str(n * unit) for n in (per_rank, per_rank + 1) if n)
         raise SetupError(f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} must be a multiple of {world_size} ranks x "
                          f"TRAIN_SEQ_LEN={hp.train_seq_len}; use {fits}")
-    per_rank = hp.train_batch_tokens // unit
-    default = per_rank / max(1, 8 / world_size)
-    micro = hp.micro_batch_tokens / hp.train_seq_len if hp.micro_batch_tokens else default
-    if micro != int(micro) or micro < 1 or per_rank % int(micro):
-        fits = [d * hp.train_seq_len for d in range(1, per_rank + 1) if per_rank % d == 0]
-        asked = f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens}" if hp.micro_batch_tokens else "the default micro-batch"
-        raise SetupError(f"{asked} does not cut TRAIN_BATCH_TOKENS={hp.train_batch_tokens} evenly over {world_size} "
-                         f"ranks in sequences of {hp.train_seq_len}; set MICRO_BATCH_TOKENS to one of {fits}")
+    divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+    micro = hp.micro_batch_tokens / hp.train_seq_len if hp.micro_batch_tokens else per_rank / max(1, 8 / world_size)
+    if micro not in divisors:
+        raise SetupError(f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens} does not cut TRAIN_BATCH_TOKENS="
+                         f"{hp.train_batch_tokens} evenly over {world_size} ranks; set MICRO_BATCH_TOKENS to one of "
+                         f"{[n * hp.train_seq_len for n in divisors]}")
     accum, micro = per_rank // int(micro), int(micro)
     eval_sequences = max(1, hp.val_batch_tokens // (world_size * accum) // hp.eval_seq_len)
     return BatchPlan(accum, micro, micro * world_size, eval_sequences)
@@ -363,19 +342,14 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def average_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Replaces gradients by their mean over ranks: one flat all-reduce per dtype (137 MB at full size)."""
-        if self.size == 1:
-            return
-        by_dtype = defaultdict(list)
-        for p in parameters:
-            if p.grad is not None:  # a one-layer model has no skips to train
-                by_dtype[p.dtype].append(p.grad)
-        for gradients in by_dtype.values():
-            flat = torch.cat([g.reshape(-1) for g in gradients]).div_(self.size)
+        for dtype in dict.fromkeys(p.dtype for p in parameters) if self.size > 1 else ():
+            gradients = [p.grad for p in parameters if p.dtype == dtype and p.grad is not None]  # skips may be unused
+            flat = torch.cat([g.flatten() for g in gradients]).div_(self.size)
             dist.all_reduce(flat)
-            pieces = flat.split([g.numel() for g in gradients])
-            torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients)])
+            pieces = zip(flat.split([g.numel() for g in gradients]), gradients)
+            torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in pieces])
 
     def broadcast_weights(self, model: nn.Module) -> None:
         """Rank 0's weights everywhere: other nodes' processors may round the initialisation differently."""
@@ -384,10 +358,9 @@ class World:
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's picklable value on every rank, also on nodes that do not see rank 0's disk."""
-        if self.size == 1:
-            return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
 def rank_share(count: int, rank: int, world_size: int) -> range:
@@ -397,26 +370,24 @@ def rank_share(count: int, rank: int, world_size: int) -> range:
 def choose_device(wanted: str, local_rank: int) -> torch.device:
     """cuda, else mps (untested by us), else cpu; a name forces one. Raises SetupError when it is not there."""
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    name = next(n for n, there in present.items() if there) if wanted == "auto" else wanted
+    name = next(n for n in present if present[n]) if wanted == "auto" else wanted
     if not present[name]:
-        raise SetupError(f"DEVICE={name} was asked for, but this PyTorch {torch.__version__} finds none; unset DEVICE")
+        raise SetupError(f"DEVICE={name}, but PyTorch {torch.__version__} finds none; unset DEVICE")
     if name != "cuda":
         return torch.device(name)
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise SetupError(f"LOCAL_RANK={local_rank} needs GPU {local_rank}, but {count} are visible; "
-                         f"use --nproc_per_node={count} or check CUDA_VISIBLE_DEVICES")
+    if local_rank >= (count := torch.cuda.device_count()):
+        raise SetupError(f"LOCAL_RANK={local_rank}, but {count} GPUs are visible; use --nproc_per_node={count}")
     return torch.device("cuda", local_rank)
 
 def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
     """Activation dtype and the reason for it."""
     if wanted != "auto":
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[wanted], f"PRECISION={wanted}"
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+    if device.type != "cuda":
+        return torch.float32, device.type
+    if torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16, "the GPU has bf16"
-    if device.type == "cuda":
-        return torch.float32, "WARNING: this GPU has no bf16: fp32 is slower and takes twice the memory"
-    return torch.float32, f"{device.type}"
+    return torch.float32, "WARNING: this GPU has no bf16: fp32 is slower and takes twice the memory"
 
 def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
     if wanted != "auto":
@@ -433,14 +404,13 @@ def join_world(hp: Hyperparameters, environ: Mapping[str, str]) -> World:
     """Reads torchrun's variables, picks the device and joins the process group when there are several ranks."""
     rank, size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
     device = choose_device(hp.device, int(environ.get("LOCAL_RANK", 0)))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    gpu = device if device.type == "cuda" else None
+    if gpu:
+        torch.cuda.set_device(gpu)
     if size > 1:
         # Half an hour: the longest wait is for rank 0's compression, measured 47 to 117 s a try, 6 tries at most.
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30),
-                                device_id=device if device.type == "cuda" else None)
-    control = dist.new_group() if size > 1 else None
-    return World(rank, size, device, control, torch.cuda.Stream(device) if device.type == "cuda" else None)
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(minutes=30), device_id=gpu)
+    return World(rank, size, device, dist.new_group() if size > 1 else None, torch.cuda.Stream(gpu) if gpu else None)
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
@@ -454,9 +424,8 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
         import resource
     except ImportError:  # Windows
         return 0, 0
-    unit = 1 if platform.system() == "Darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
-    return peak, peak
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20,) * 2
 
 class Stopwatch:
     """The training clock: it counts only between start() and stop(), and only it is held against the cap."""
@@ -472,36 +441,32 @@ class Stopwatch:
         assert self._since is None, "the clock runs already"
         self._since = time.perf_counter()
 
-    def stop(self) -> float:
+    def stop(self) -> None:
         self._total, self._since = self.seconds, None
-        return self._total
 
 class RunLog:
-    """Rank 0's log: a text file in the published layout, a .jsonl of records, and the console."""
+    """Rank 0's log: a text file in the published layout, a .jsonl of records, the console; without a folder nothing."""
 
     def __init__(self, folder: Path | None, run_id: str) -> None:
-        self._text = self._records = None
-        if folder is not None:
-            self._text = (folder / f"{run_id}.txt").open("x", encoding="utf-8", buffering=1)
-            self._records = (folder / f"{run_id}.jsonl").open("x", encoding="utf-8", buffering=1)
+        self._files = {ending: (folder / f"{run_id}.{ending}").open("x", encoding="utf-8", buffering=1)
+                       for ending in ("txt", "jsonl") if folder}
 
     def __call__(self, line: str, console: bool = True) -> None:
-        if self._text is None:
-            return
-        self._write(self._text, line + "\n")
-        if console:
-            tqdm.write(line, file=sys.stdout)
+        self._write("txt", line)
+        if self._files and console:
+            tqdm.write(line)
             sys.stdout.flush()
 
     def record(self, kind: str, **values: Any) -> None:
-        if self._records is not None:
-            self._write(self._records, json.dumps({"type": kind, **values}) + "\n")
+        self._write("jsonl", json.dumps({"type": kind, **values}))
 
-    def _write(self, file: Any, text: str) -> None:
+    def _write(self, ending: str, line: str) -> None:
         try:
-            file.write(text)
+            if self._files:
+                self._files[ending].write(line + "\n")
         except OSError as error:  # a full disk must not end a paid run
-            print(f"WARNING: {file.name} was not written ({error}); the run goes on", file=sys.stderr)
+            name = self._files[ending].name
+            print(f"WARNING: {name} was not written ({error}); the run goes on", file=sys.stderr)
 
 def write_file(path: Path, data: bytes) -> None:
     """Writes under a temporary name, syncs and renames: a full disk never leaves half a file under `path`."""
@@ -523,7 +488,9 @@ def write_file(path: Path, data: bytes) -> None:
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
 BOS_ID = 1
 SPACE_MARKER = "\u2581"  # SentencePiece's visible space; an escape, since encoding accidents have faked scores
-FETCH_COMMAND = "python data/cached_challenge_fineweb.py --variant sp{}"
+
+def fetch_hint(hp: Hyperparameters) -> str:
+    return f"`python data/cached_challenge_fineweb.py --variant sp{hp.vocab_size}` or set DATA_DIR"
 
 @dataclass(frozen=True)
 class ByteTables:
@@ -542,32 +509,24 @@ class ByteTables:
 def byte_tables(tokenizer: Any) -> ByteTables:
     """Tables of a SentencePiece processor. Raises SetupError when it has no piece for a lone space."""
     if tokenizer.piece_to_id(SPACE_MARKER) == tokenizer.unk_id():
-        raise SetupError("the tokenizer has no piece for a lone space (U+2581), so spaces would count as three bytes "
-                         "each and the score would be wrong; train it on text with spaces")
-    size = tokenizer.vocab_size()
-    tables = ByteTables(np.zeros(size, np.int16), np.zeros(size, bool), np.zeros(size, bool))
-    for i in range(size):
-        if tokenizer.is_control(i) or tokenizer.is_unknown(i) or tokenizer.is_unused(i):
-            tables.is_boundary[i] = True
-        elif tokenizer.is_byte(i):
-            tables.base_bytes[i] = 1
-        else:
-            piece = tokenizer.id_to_piece(i)
-            tables.has_leading_space[i] = piece.startswith(SPACE_MARKER)
-            tables.base_bytes[i] = len(piece.removeprefix(SPACE_MARKER).encode("utf-8"))
-    return tables
+        raise SetupError("the tokenizer has no piece for a lone space (U+2581): spaces would count as three bytes; "
+                         "train it on text with spaces")
+    ids = range(tokenizer.vocab_size())
+    boundary = [tokenizer.is_control(i) or tokenizer.is_unknown(i) or tokenizer.is_unused(i) for i in ids]
+    pieces = ["" if boundary[i] else "x" if tokenizer.is_byte(i) else tokenizer.id_to_piece(i) for i in ids]
+    sizes = [len(piece.removeprefix(SPACE_MARKER).encode("utf-8")) for piece in pieces]
+    spaces = [piece.startswith(SPACE_MARKER) for piece in pieces]
+    return ByteTables(np.array(sizes, np.int16), np.array(spaces), np.array(boundary))
 
 def load_tokenizer(hp: Hyperparameters) -> Any:
     """The SentencePiece processor of this run. Raises SetupError when missing or of another size."""
     import sentencepiece
 
     path = hp.tokenizer_path
-    if not path.is_file():
-        raise SetupError(f"no tokenizer at {path}; `{FETCH_COMMAND.format(hp.vocab_size)}`, or set DATA_DIR")
     try:
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except RuntimeError as error:
-        raise SetupError(f"{path} is no SentencePiece model ({error}); delete it and fetch it again") from None
+    except (OSError, RuntimeError) as error:
+        raise SetupError(f"no tokenizer at {path} ({error}); {fetch_hint(hp)}") from None
     if tokenizer.vocab_size() != hp.vocab_size:
         raise SetupError(f"VOCAB_SIZE={hp.vocab_size}, but {path} has {tokenizer.vocab_size()} pieces: set it so")
     return tokenizer
@@ -583,37 +542,30 @@ def shard_tokens(path: Path) -> int:
     return int(header[2])
 
 def open_shard(path: Path) -> np.ndarray:
-    """The tokens of a checked shard as a read-only uint16 memory map."""
-    return np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_INTS * 4)
+    """The tokens of a shard as a read-only uint16 memory map. Raises SetupError."""
+    count = shard_tokens(path)  # an empty map is an error
+    return np.memmap(path, "<u2", "r", SHARD_HEADER_INTS * 4, (count,)) if count else np.zeros(0, np.uint16)
 
 def find_shards(hp: Hyperparameters, split: str) -> list[Path]:
     paths = [Path(p) for p in sorted(glob.glob(str(hp.dataset_dir / f"fineweb_{split}_*.bin")))]
     if not paths:
-        raise SetupError(f"no {split} shards in {hp.dataset_dir}; fetch them with "
-                         f"`{FETCH_COMMAND.format(hp.vocab_size)}` or set DATA_DIR and VOCAB_SIZE")
+        raise SetupError(f"no {split} shards in {hp.dataset_dir}; {fetch_hint(hp)}")
     return paths
 
 def check_token_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
-    if len(tokens) and int(tokens.max()) >= vocab_size:
-        raise SetupError(f"{path} holds token {int(tokens.max())}, but VOCAB_SIZE={vocab_size}: shard and tokenizer do "
-                         "not belong together; fetch both for one variant")
+    if tokens.max(initial=0) >= vocab_size:
+        raise SetupError(f"{path} holds token {tokens.max()}, but VOCAB_SIZE={vocab_size}; fetch both for one variant")
 
 def check_train_shards(hp: Hyperparameters) -> list[Path]:
     """Train shards in order, with headers, sizes and the first ids of each checked. Raises SetupError."""
     paths = find_shards(hp, "train")
-    counts = [shard_tokens(path) for path in paths]
-    for path, count in zip(paths, counts):
-        check_token_ids(open_shard(path)[:65_536] if count else np.zeros(0), hp.vocab_size, path)
-    if sum(counts) < hp.train_batch_tokens + 1:
-        raise SetupError(f"{sum(counts)} train tokens in {hp.dataset_dir} are fewer than one step of TRAIN_BATCH_TOKENS"
-                         f"={hp.train_batch_tokens} plus one; fetch more shards or lower TRAIN_BATCH_TOKENS")
+    shards = [open_shard(path) for path in paths]
+    for path, tokens in zip(paths, shards):
+        check_token_ids(tokens[:65_536], hp.vocab_size, path)
+    if (total := sum(map(len, shards))) <= hp.train_batch_tokens:
+        raise SetupError(f"{hp.dataset_dir} has {total} train tokens, a step needs one more than TRAIN_BATCH_TOKENS="
+                         f"{hp.train_batch_tokens}; fetch more shards or lower it")
     return paths
-
-def check_compressor(name: str) -> None:
-    try:
-        __import__(name)
-    except ImportError as error:
-        raise SetupError(f"COMPRESSOR={name}: {error}; pip install {name}, or set COMPRESSOR") from None
 
 @dataclass(frozen=True)
 class ValidationSet:
@@ -632,9 +584,9 @@ class ValidationSet:
         return mean_loss / math.log(2) * self.targets / self.target_bytes
 
 def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
-    """All validation shards, joined and cut to whole sequences plus one token."""
+    """All validation shards, joined and cut to whole sequences plus one token. Raises SetupError."""
     paths = find_shards(hp, "val")
-    tokens = np.concatenate([open_shard(path) if shard_tokens(path) else np.zeros(0, np.uint16) for path in paths])
+    tokens = np.concatenate([open_shard(path) for path in paths])
     check_token_ids(tokens, hp.vocab_size, hp.dataset_dir)
     entry = manifest_entry(hp)
     count = sidecar_count(hp, entry, paths, len(tokens)) if hp.transform else tables.count
@@ -643,8 +595,8 @@ def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
     verdict = check_manifest(hp, entry, whole)
     used = (len(tokens) - 1) // hp.eval_seq_len * hp.eval_seq_len + 1
     if used < 2:
-        raise SetupError(f"{len(tokens)} validation tokens in {hp.dataset_dir} are fewer than one sequence of "
-                         f"EVAL_SEQ_LEN={hp.eval_seq_len} plus one; fetch the whole split")
+        raise SetupError(f"{hp.dataset_dir} has {len(tokens)} validation tokens, a sequence needs one more than "
+                         f"EVAL_SEQ_LEN={hp.eval_seq_len}; fetch the whole split")
     note = f"normalised text; {len(tokens) - used} tail tokens not scored; {verdict}"
     return ValidationSet(tokens[:used], count(tokens[:used]), note)
 
@@ -655,7 +607,7 @@ def sidecar_count(hp: Hyperparameters, entry: dict[str, Any], paths: list[Path],
     files = [path.with_suffix(sidecar.get("suffix", ".bytes")) for path in paths]
     if not sidecar or not all(file.is_file() for file in files):
         raise SetupError(f"TRANSFORM={hp.transform} needs manifest.json and a .bytes file beside each val shard in "
-                         f"{hp.dataset_dir}: they say which bytes of the original text a token stands for")
+                         f"{hp.dataset_dir}: they count the bytes of the original text")
     sizes = np.concatenate([np.fromfile(file, np.dtype(sidecar["dtype"]).newbyteorder("<")) for file in files])
     if len(sizes) != n:
         raise SetupError(f"{hp.dataset_dir}: {n} val tokens, but the .bytes files have {len(sizes)}; fetch both again")
@@ -664,10 +616,8 @@ def sidecar_count(hp: Hyperparameters, entry: dict[str, Any], paths: list[Path],
 def manifest_entry(hp: Hyperparameters) -> dict[str, Any]:
     """What manifest.json says of this dataset (empty without one). Raises SetupError when it is damaged."""
     path = Path(hp.data_dir) / "manifest.json"
-    if not path.is_file():
-        return {}
     try:
-        datasets = json.loads(path.read_text(encoding="utf-8"))["datasets"]
+        datasets = json.loads(path.read_text(encoding="utf-8"))["datasets"] if path.is_file() else []
         return next((dict(d) for d in datasets if d["name"] == hp.dataset_dir.name), {})
     except (ValueError, KeyError, TypeError) as error:
         raise SetupError(f"{path} is damaged ({error!r}); fetch it again or remove it") from None
@@ -677,7 +627,7 @@ def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, 
     stats, splits = entry.get("stats") or {}, entry.get("splits") or {}
     if wrong := [f"{name} {stats[name]}, found {n}" for name, n in whole.items() if stats.get(name, n) != n]:
         raise SetupError(f"{hp.dataset_dir} does not match manifest.json ({'; '.join(wrong)}): no comparable score; "
-                         f"`{FETCH_COMMAND.format(hp.vocab_size)}`")
+                         f"{fetch_hint(hp)}")
     if {"val", "train"} <= set(splits):
         (a, b), (c, d) = ((splits[split]["first_doc"], splits[split]["last_doc"]) for split in ("val", "train"))
         if a <= d and c <= b:
@@ -707,11 +657,9 @@ class ShardCursor:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, tokens: int, seq_len: int) -> ShardCursor:
-        max_phase = min(seq_len - 1, max(0, tokens - seq_len - 1))
-        phase = int(rng.integers(max_phase + 1)) if max_phase > 0 else 0
+        """A cursor over more than seq_len tokens. (A choice among one number takes nothing from `rng`.)"""
+        phase = int(rng.integers(min(seq_len, tokens - seq_len)))
         blocks = (tokens - 1 - phase) // seq_len
-        if blocks <= 1:
-            return cls(phase, blocks, 0, 1)
         start, stride = int(rng.integers(blocks)), 0
         while math.gcd(stride, blocks) != 1:
             stride = int(rng.integers(1, blocks))
@@ -732,15 +680,13 @@ class CoprimeLoader:
 
     def __init__(self, paths: list[Path], seq_len: int, draw_windows: int, rank: int = 0, world_size: int = 1,
                  vocab_size: int = 65536) -> None:
-        self.seq_len, self.draw_windows, self.rank, self.world_size = seq_len, draw_windows, rank, world_size
-        self.vocab_size, self.draws = vocab_size, 0
-        lengths = [shard_tokens(path) for path in paths]
-        self.shards = [i for i, n in enumerate(lengths) if (n - 1) // seq_len >= 1]
+        self.paths, self.seq_len, self.draw_windows, self.vocab_size = paths, seq_len, draw_windows, vocab_size
+        self.rank, self.world_size, self.draws = rank, world_size, 0
+        self.tokens = [open_shard(path) for path in paths]
+        self.shards = [i for i, tokens in enumerate(self.tokens) if len(tokens) > seq_len]
         if not self.shards:
-            raise SetupError(f"no train shard in {paths[0].parent} holds one sequence of TRAIN_SEQ_LEN={seq_len} plus "
-                             f"one token (the longest has {max(lengths)}); fetch more data or lower TRAIN_SEQ_LEN")
-        self.paths, self.lengths = paths, lengths
-        self.tokens = {i: open_shard(paths[i]) for i in self.shards}
+            raise SetupError(f"no train shard in {paths[0].parent} has more than TRAIN_SEQ_LEN={seq_len} tokens; fetch "
+                             "more data or lower it")
         self.cursors: dict[int, ShardCursor] = {}
         self.rng = np.random.Generator(np.random.PCG64(path_seed(str(p) for p in paths)))
 
@@ -750,89 +696,68 @@ class CoprimeLoader:
         self.draws += 1
         weights = np.array([self._blocks_left(i) for i in self.shards], np.float64) ** (0.90 - 0.40 * progress)
         p = weights / weights.sum()
-        low = min(max(8, self.world_size), len(self.shards), self.draw_windows)
-        high = min(max(32, 8 * self.world_size), len(self.shards), self.draw_windows)
+        low, high = (min(max(least, each * self.world_size), len(self.shards), self.draw_windows)
+                     for least, each in ((8, 1), (32, 8)))
         mix = round(low + progress * (high - low))
         chosen = self.rng.choice(len(self.shards), size=mix, replace=False, p=p)
-        counts = np.ones(mix, np.int64)
-        if self.draw_windows > mix:
-            counts += self.rng.multinomial(self.draw_windows - mix, p[chosen] / p[chosen].sum())
-        order = self.rng.permutation(mix)
-        return self._interleave([self._take(self.shards[chosen[k]], int(counts[k])) for k in order])
+        counts = 1 + self.rng.multinomial(self.draw_windows - mix, p[chosen] / p[chosen].sum())
+        buckets = [self._take(self.shards[chosen[k]], int(counts[k])) for k in self.rng.permutation(mix)]
+        windows = []
+        while buckets:  # rounds of one window from each shard, the shards in a new order each round
+            buckets = [buckets[k] for k in self.rng.permutation(len(buckets))]
+            windows += [bucket.pop() for bucket in buckets]
+            buckets = [bucket for bucket in buckets if bucket]
+        return windows
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
         """This rank's inputs and targets of the next draw, int64, each (draw_windows / world_size, seq_len)."""
         mine = self.next_windows()[self.rank::self.world_size]
         rows = np.stack([self.tokens[shard][start:start + self.seq_len + 1] for shard, start in mine])
-        if int(rows.max()) >= self.vocab_size:
-            bad = mine[int(rows.max(axis=1).argmax())][0]
-            check_token_ids(rows, self.vocab_size, self.paths[bad])
+        largest = mine[int(rows.max(axis=1).argmax())][0]
+        check_token_ids(rows, self.vocab_size, self.paths[largest])
         rows = rows.astype(np.int64)
         return rows[:, :-1], rows[:, 1:]
 
     def _blocks_left(self, shard: int) -> int:
         cursor = self.cursors.get(shard)
-        return (self.lengths[shard] - 1) // self.seq_len if cursor is None else max(1, cursor.blocks - cursor.taken)
+        return max(1, cursor.blocks - cursor.taken) if cursor else (len(self.tokens[shard]) - 1) // self.seq_len
 
     def _take(self, shard: int, count: int) -> list[tuple[int, int]]:
         windows = []
         for _ in range(count):
             cursor = self.cursors.get(shard)
             if cursor is None or cursor.taken >= cursor.blocks:
-                cursor = self.cursors[shard] = ShardCursor.draw(self.rng, self.lengths[shard], self.seq_len)
+                cursor = self.cursors[shard] = ShardCursor.draw(self.rng, len(self.tokens[shard]), self.seq_len)
             windows.append((shard, cursor.take(self.seq_len)))
-        return [windows[k] for k in self.rng.permutation(count)] if count > 1 else windows
-
-    def _interleave(self, buckets: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
-        """Rounds of one window from each shard's bucket, the buckets in a new order each round."""
-        windows = []
-        while buckets:
-            buckets = [buckets[k] for k in self.rng.permutation(len(buckets))]
-            windows += [bucket.pop() for bucket in buckets]
-            buckets = [bucket for bucket in buckets if bucket]
-        return windows
+        return [windows[k] for k in self.rng.permutation(count)]
 
 class Prefetcher:
     """Reads a loader ahead in a thread. Each batch has its own pinned memory, so none is overwritten in flight."""
 
-    DEPTH = 2  # batches read ahead
+    DEPTH = 3  # batches read ahead
 
     def __init__(self, loader: CoprimeLoader, device: torch.device, clock: Stopwatch) -> None:
         self.loader, self.device, self.clock = loader, device, clock
         self.last_read_seconds = self.wait_seconds = 0.0
-        self._queue: queue.Queue = queue.Queue(self.DEPTH)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._fill, daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1)
+        self._ahead = deque(self._thread.submit(self._read) for _ in range(self.DEPTH))
 
-    def _fill(self) -> None:
-        while not self._stop.is_set():
-            try:
-                batch = tuple(torch.from_numpy(part) for part in self.loader.next_batch())
-                self.last_read_seconds = self.clock.seconds
-                item = tuple(part.pin_memory() for part in batch) if self.device.type == "cuda" else batch
-            except Exception as error:  # noqa: BLE001 - handed to the consumer, who raises it
-                item = error
-            while not self._stop.is_set():
-                with contextlib.suppress(queue.Full):
-                    self._queue.put(item, timeout=0.1)
-                    break
-            if isinstance(item, Exception):
-                return
+    def _read(self) -> list[Tensor]:
+        batch = [torch.from_numpy(part) for part in self.loader.next_batch()]
+        self.last_read_seconds = self.clock.seconds
+        return [part.pin_memory() for part in batch] if self.device.type == "cuda" else batch
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets on the device, int64 (sequences, seq_len); waits for the reader when it must."""
+        """Inputs and targets on the device, int64 (sequences, seq_len); waits for the reader or raises its error."""
         began = time.perf_counter()
-        item = self._queue.get()
+        batch = self._ahead.popleft().result()
+        self._ahead.append(self._thread.submit(self._read))
         self.wait_seconds += time.perf_counter() - began
-        if isinstance(item, Exception):
-            raise item
-        inputs, targets = (part.to(self.device, non_blocking=True) for part in item)
+        inputs, targets = (part.to(self.device, non_blocking=True) for part in batch)
         return inputs, targets
 
     def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._thread.shutdown(cancel_futures=True)
 
 
 # ---- Attention: one entry point, chosen by a probe -------------------------------------------------------------------
@@ -1701,25 +1626,22 @@ class Trainer:
         self.parameters = list(model.parameters())
         self.optimizers = Optimizers(model, self.world, orthogonalize)
 
-    def open_data(self) -> Prefetcher:
+    def open_data(self) -> contextlib.closing[Prefetcher]:
         """A new reader at the beginning of the training stream."""
         loader = CoprimeLoader(self.train_paths, self.hp.train_seq_len, self.plan.draw_windows, self.world.rank,
                                self.world.size, self.hp.vocab_size)
-        return Prefetcher(loader, self.world.device, self.clock)
+        return contextlib.closing(Prefetcher(loader, self.world.device, self.clock))
 
     @contextlib.contextmanager
     def on_the_clock(self) -> Iterator[Prefetcher]:
         """A new reader while the clock runs; notes when it last read."""
         synchronize(self.world.device)
         self.clock.start()
-        data = self.open_data()
-        try:
+        with self.open_data() as data:
             yield data
-        finally:
-            data.close()
-            synchronize(self.world.device)
-            self.clock.stop()
-            self.last_read_seconds = data.last_read_seconds
+        synchronize(self.world.device)
+        self.clock.stop()
+        self.last_read_seconds = data.last_read_seconds
 
     def step(self, data: Prefetcher, step: int, factor: float) -> Callable[[], float]:
         """Queues one optimizer step; the returned call waits for the mean loss of this rank's micro-batches.
@@ -1742,16 +1664,14 @@ class Trainer:
 
     def warm_up(self) -> None:
         """Compiles and settles everything on real shapes, then puts weights and optimizers back to their start."""
-        before, data, steps = [p.detach().clone() for p in self.parameters], self.open_data(), self.hp.warmup_steps
-        try:
-            for step in range(steps):
-                self._agree(self.step(data, step, 1.0), f"warm-up step {step + 1}")
-                if step < 6 or (step + 1) % 10 == 0 or step + 1 == steps:
-                    self.log(f"warmup_step: {step + 1}/{steps}")
-        finally:
-            data.close()
+        before, steps = [p.detach().clone() for p in self.parameters], self.hp.warmup_steps
+        with self.open_data() as data:
+            for step in range(1, steps + 1):
+                self._agree(self.step(data, step - 1, 1.0), f"warm-up step {step}")
+                if step <= 6 or step % 10 == 0 or step == steps:
+                    self.log(f"warmup_step: {step}/{steps}")
         with torch.no_grad():
-            torch._foreach_copy_([p.detach() for p in self.parameters], before)
+            torch._foreach_copy_(self.parameters, before)
         self.optimizers.reset()
 
     def fit(self) -> EMA:
@@ -1759,16 +1679,15 @@ class Trainer:
         hp, cap, seconds = self.hp, self.hp.train_cap_seconds, 0.0
         ema = EMA(self.model, hp.ema_decay)
         log_validation(self.log, hp, 0, self.evaluator.full())
-        bar = tqdm(total=hp.iterations, desc="training", leave=False, disable=None if self.world.is_main else True)
+        bar = tqdm(range(hp.iterations), "training", leave=False, disable=None if self.world.is_main else True)
         with bar, self.on_the_clock() as data:
-            for step in range(hp.iterations):
+            for step in bar:
                 factor = lr_factor(seconds / cap if cap else step / hp.iterations, hp.warmdown_frac, hp.min_lr)
                 loss = self.step(data, step, factor)
                 ema.update()
                 seconds, mean_loss = self._agree(loss, f"step {step + 1}")
                 self.steps_done = step + 1
                 self._log_step(mean_loss, seconds, factor, data)
-                bar.update()
                 if cap and seconds >= cap:
                     break
                 if hp.val_loss_every and self.steps_done % hp.val_loss_every == 0 and self.steps_done < hp.iterations:
@@ -1782,12 +1701,11 @@ class Trainer:
     def _agree(self, loss: Callable[[], float], where: str) -> tuple[float, float]:
         """Waits for the loss; the slowest rank's seconds and the mean loss over ranks, equal on every rank."""
         value = loss()
-        rows = self.world.gather([self.clock.seconds, value])
-        broken = [rank for rank, (_, loss_here) in enumerate(rows) if not math.isfinite(loss_here)]
-        if broken:
-            raise DivergedError(f"loss not finite at {where} on ranks {broken}: all ranks stop; "
-                                "lower MATRIX_LR, TIED_EMBED_LR or SCALAR_LR, or set GRAD_CLIP_NORM")
-        return max(row[0] for row in rows), sum(row[1] for row in rows) / len(rows)
+        seconds, losses = zip(*self.world.gather([self.clock.seconds, value]))
+        if broken := [rank for rank, loss_here in enumerate(losses) if not math.isfinite(loss_here)]:
+            raise DivergedError(f"loss not finite at {where} on ranks {broken}; lower MATRIX_LR, TIED_EMBED_LR or "
+                                "SCALAR_LR, or set GRAD_CLIP_NORM")
+        return max(seconds), sum(losses) / len(losses)
 
     def _log_step(self, loss: float, seconds: float, factor: float, data: Prefetcher) -> None:
         step, every = self.steps_done, self.hp.train_log_every
@@ -1800,14 +1718,12 @@ class Trainer:
                         tokens_per_second=tokens / seconds, loader_wait_seconds=data.wait_seconds)
 
     def _report_end(self, seconds: float, data: Prefetcher) -> None:
-        step, hp = self.steps_done, self.hp
+        step, hp, waited = self.steps_done, self.hp, data.wait_seconds
         if step < hp.iterations:
             self.log(f"stopping_early: wallclock_cap train_time: {1000 * seconds:.0f}ms step: {step}/{hp.iterations}")
-        allocated, reserved = peak_memory_mib(self.world.device)
-        self.log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-        wait = data.wait_seconds / max(seconds, 1e-9)
-        self.log(f"loader_wait: {data.wait_seconds:.2f}s ({wait:.1%} of training)"
-                 + (" WARNING: over 2%: the disk or the CPU is too slow" if wait > 0.02 else ""))
+        self.log("peak memory allocated: {} MiB reserved: {} MiB".format(*peak_memory_mib(self.world.device)))
+        warning = " WARNING: over 2%: the disk or the CPU is too slow" * (waited > 0.02 * seconds)
+        self.log(f"loader_wait: {waited:.2f}s ({waited / seconds:.1%} of training){warning}")
         if step * (1 - hp.ema_decay) < 5:
             self.log(f"WARNING: {step} steps are few for EMA_DECAY={hp.ema_decay}: the averaged weights still hold "
                      f"{hp.ema_decay ** step:.0%} of the initial ones; lower EMA_DECAY for short runs")
@@ -2060,39 +1976,38 @@ def byte_shuffle(data: bytes) -> bytes:
 
 def byte_unshuffle(data: bytes) -> bytes:
     """Inverse of `byte_shuffle`; data without its magic comes back as it is. Raises ArtifactError on a stride of 0."""
-    if data[:len(SHUFFLE_MAGIC)] != SHUFFLE_MAGIC or len(data) <= len(SHUFFLE_MAGIC):
+    head = len(SHUFFLE_MAGIC)
+    if not data.startswith(SHUFFLE_MAGIC) or len(data) == head:
         return data
-    stride, body = data[len(SHUFFLE_MAGIC)], data[len(SHUFFLE_MAGIC) + 1:]
+    stride, body, at = data[head], data[head + 1:], 0
     if stride == 0:
         raise ArtifactError("byte shuffle with stride 0: the artifact is damaged")
-    out, at = bytearray(len(body)), 0
+    out = bytearray(len(body))
     for i in range(stride):
-        count = len(range(i, len(body), stride))
+        count = len(out[i::stride])
         out[i::stride] = body[at:at + count]
         at += count
     return bytes(out)
 
-def compress(data: bytes, compressor: str) -> bytes:
-    if compressor == "lzma":
-        return lzma.compress(data, preset=6)
-    import brotli
+def import_brotli() -> Any:
+    """The module, which only its users need. Raises SetupError."""
+    try:
+        import brotli
+    except ImportError as error:
+        raise SetupError(f"{error}; pip install brotli, or set COMPRESSOR=lzma") from None
+    return brotli
 
-    return brotli.compress(data, quality=11)
+def compress(data: bytes, compressor: str) -> bytes:
+    return lzma.compress(data, preset=6) if compressor == "lzma" else import_brotli().compress(data, quality=11)
 
 def decompress(data: bytes) -> bytes:
     """Inverse of `compress`; the format is read from the data. Raises ArtifactError."""
+    codec = lzma.LZMADecompressor(lzma.FORMAT_XZ) if data.startswith(XZ_MAGIC) else import_brotli()
     try:
-        if data.startswith(XZ_MAGIC):
-            stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
-            raw = stream.decompress(data)
-            if not stream.eof or stream.unused_data:
-                raise ValueError("it is cut off" if not stream.eof else "something follows its end")
-            return raw
-        import brotli
-
-        return brotli.decompress(data)
-    except ImportError:
-        raise SetupError("this artifact needs brotli: pip install brotli") from None
+        raw = codec.decompress(data)
+        if data.startswith(XZ_MAGIC) and (not codec.eof or codec.unused_data):
+            raise ValueError("it is cut off, or something follows its end")
+        return raw
     except Exception as error:  # noqa: BLE001 - brotli.error is no fixed class over versions
         raise ArtifactError(f"it is neither brotli nor xz, or damaged ({type(error).__name__}: {error})") from None
 
@@ -2103,43 +2018,38 @@ def pack_artifact(quantized: Quantized, compressor: str) -> bytes:
 
 def unpack_artifact(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and meta of an artifact; only tensors and plain containers are loaded. Raises ArtifactError."""
-    raw = byte_unshuffle(decompress(data))
+    raw = io.BytesIO(byte_unshuffle(decompress(data)))
     try:
-        broken = zipfile.ZipFile(io.BytesIO(raw)).testzip()  # brotli has no checksum; torch.load ignores the zip's
-        if broken is not None:
+        if broken := zipfile.ZipFile(raw).testzip():  # brotli has no checksum; torch.load ignores the zip's
             raise ValueError(f"checksum of {broken} does not match")
-        content = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+        raw.seek(0)
+        content = torch.load(raw, map_location="cpu", weights_only=True)
         tensors, meta = dict(content["w"]), dict(content["m"])
         if not all(isinstance(t, Tensor) and t.layout == torch.strided for t in tensors.values()):
             raise TypeError("w must hold plain tensors")
         if not all(isinstance(name, str) for name in (*tensors, *meta)):
             raise TypeError("names must be text")
+        return tensors, meta
     except Exception as error:  # noqa: BLE001 - a damaged zip or pickle fails in many ways, which mean the same
-        message = str(error).splitlines()[0] if str(error) else ""
+        message = str(error).partition("\n")[0]
         raise ArtifactError(f"its content is no torch.save of w and m ({type(error).__name__}: {message})") from None
-    return tensors, meta
 
 def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights with the names, shapes and dtypes of `like`. Raises ArtifactError when they belong to another model."""
-    missing, foreign = sorted(set(like) - set(meta)), sorted(set(meta) - set(like))
-    if missing or foreign:
-        raise ArtifactError(f"it belongs to another model: missing {missing[:3]}, unknown {foreign[:3]}; "
-                            "set the variables that it was trained with")
+    remedy = "set the variables that it was trained with"
+    if names := sorted(set(like) ^ set(meta)):
+        raise ArtifactError(f"it belongs to another model, {names[:3]} are not in both; {remedy}")
     state = {}
     for name, target in like.items():
-        parts = [name] if isinstance(meta[name], str) else [f"{name}.q", f"{name}.scale"]
-        absent = [part for part in parts if part not in tensors]
-        if absent:
-            raise ArtifactError(f"it lacks the tensor {absent[0]}")
-        value = tensors[parts[0]].float()
-        if tuple(value.shape) != tuple(target.shape):
-            raise ArtifactError(f"{name} has shape {tuple(value.shape)}, this model needs {tuple(target.shape)}; "
-                                "set the variables that it was trained with")
-        if len(parts) == 2:
-            scale = tensors[parts[1]].float()
-            if scale.shape != value.shape[:1]:
-                raise ArtifactError(f"{parts[1]} has shape {tuple(scale.shape)}, {name} has {value.shape[0]} rows")
-            value = value * scale[:, None]
+        shape, parts = target.shape, {name: target.shape}
+        if not isinstance(meta[name], str):
+            parts = {f"{name}.q": shape, f"{name}.scale": shape[:1]}
+        for part, needed in parts.items():
+            if part not in tensors or tensors[part].shape != needed:
+                found = tuple(tensors[part].shape) if part in tensors else "nothing"
+                raise ArtifactError(f"{part} has shape {found}, this model needs {tuple(needed)}; {remedy}")
+        value, *scale = (tensors[part].float() for part in parts)
+        value = value * scale[0][:, None] if scale else value
         if not bool(value.isfinite().all()):
             raise ArtifactError(f"{name} holds values that are not finite: the artifact is damaged")
         state[name] = value.to(target.dtype)
@@ -2170,9 +2080,12 @@ class Run:
 
     def __init__(self, hp: Hyperparameters, environ: Mapping[str, str]) -> None:
         self.began, self.hp, self.source = time.perf_counter(), hp, Path(__file__).read_bytes()
+        self.run_id, self.output = hp.run_id or str(uuid.uuid4()), Path(hp.output_dir)
+        self.logs, self.artifact = self.output / "logs", self.output / "final_model.int6.ptz"
+        self.results: dict[str, Any] = {}
+        self.failure: RunError | None = None
         self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
-        self.output = Path(hp.output_dir)
-        check_compressor(hp.compressor)
+        compress(b"", hp.compressor)  # raises when its module is missing
         self.val = load_validation(hp, byte_tables(load_tokenizer(hp)))
         self.train_paths = [] if hp.eval_only else check_train_shards(hp)
         if hp.eval_only and not Path(hp.eval_only).is_file():
@@ -2186,18 +2099,11 @@ class Run:
         self.model = build_model(hp, ops, self.world.device, dtype)
         parameter_groups(self.model)  # raises when a parameter has no optimizer
         self.world.broadcast_weights(self.model)
-        self.loss_function: Callable[..., Tensor] = self.compile(self.model)
-        self.evaluator = Evaluator(hp, self.plan, self.world, self.val, self.loss_function)
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        self.results: dict[str, Any] = {}
-        self.failure: RunError | None = None
-        self.run_id = hp.run_id or str(uuid.uuid4())
+        self.evaluator = Evaluator(hp, self.plan, self.world, self.val, self.compile(self.model))
         self.log = self.open_log()
         self.log_head()
-        for line in self.banner(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, kernels,
-                                compile_reason):
-            self.log(line)
-        self.log(f"sha256 of the script: {hashlib.sha256(self.source).hexdigest()}")
+        self.log_choices(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, kernels, compile_reason)
         for name in sorted(set(IGNORED_SETTINGS) & set(environ)):
             self.log(f"WARNING: {name} is set, but nothing reads it; the published script ignores it too")
 
@@ -2209,62 +2115,69 @@ class Run:
     def open_log(self) -> RunLog:
         """Rank 0 proves that it can write where it must and opens the log; a failure reaches every rank."""
         log, problem = RunLog(None, self.run_id), None
-        if self.world.is_main:
-            need = 5 * sum(t.numel() * t.element_size() for t in self.model.state_dict().values()) // 4
-            try:
-                (self.output / "logs").mkdir(parents=True, exist_ok=True)
+        need = 5 * sum(t.numel() * t.element_size() for t in self.model.state_dict().values()) // 4
+        try:
+            if self.world.is_main:
+                self.logs.mkdir(parents=True, exist_ok=True)
                 write_file(self.output / ".writable", b"")
                 (self.output / ".writable").unlink()
-                free = shutil.disk_usage(self.output).free
-                names = [self.output / "logs" / f"{self.run_id}.{ending}" for ending in ("txt", "jsonl", "int6.ptz")]
-                taken = [path for path in names if path.exists()]
-                if free < need:
-                    problem = f"OUTPUT_DIR={self.output} has {free} bytes free, the model files need {need}; free some"
-                elif taken:
-                    problem = f"RUN_ID={self.run_id}: {taken[0]} exists and is kept; choose another RUN_ID"
-                else:
-                    log = RunLog(self.output / "logs", self.run_id)
-            except OSError as error:
-                problem = f"OUTPUT_DIR={self.output} cannot be written ({error}); set OUTPUT_DIR to a folder of yours"
-        problem = self.world.broadcast_object(problem)
-        if problem:
+                if (free := shutil.disk_usage(self.output).free) < need:
+                    raise OSError(f"{free} bytes are free, the model files need {need}")
+                for path in (self.logs / f"{self.run_id}.{ending}" for ending in ("txt", "jsonl", "int6.ptz")):
+                    if path.exists():
+                        raise OSError(f"{path} exists and is kept")
+                log = RunLog(self.logs, self.run_id)
+        except OSError as error:
+            problem = f"cannot write RUN_ID={self.run_id} to OUTPUT_DIR={self.output}: {error}; choose another"
+        if problem := self.world.broadcast_object(problem):
             raise SetupError(problem)
         return log
 
     def log_head(self) -> None:
         """Settings, source, versions and GPUs: the file alone is enough to repeat the run."""
-        hp, rule, logs = self.hp, "=" * 100, self.output / "logs"
-        values = {item.name: format_setting(getattr(hp, item.name)) for item in fields(hp)}
-        values |= {"run_id": self.run_id, "rank": self.world.rank, "world_size": self.world.size,
-                   "grad_accum_steps": self.plan.grad_accum_steps, "logfile": logs / f"{self.run_id}.txt",
-                   "datasets_dir": hp.dataset_dir, "train_files": hp.dataset_dir / "fineweb_train_*.bin",
-                   "val_files": hp.dataset_dir / "fineweb_val_*.bin", "tokenizer_path": hp.tokenizer_path,
-                   "model_path": self.output / "final_model.pt",
-                   "quantized_model_path": self.output / "final_model.int6.ptz"}
-        lines = [rule, "Hyperparameters:", *(f"  {name}: {values[name]}" for name in sorted(values)),
+        hp, rule = self.hp, "=" * 100
+        values = asdict(hp) | {
+            "run_id": self.run_id, "rank": self.world.rank, "world_size": self.world.size,
+            "grad_accum_steps": self.plan.grad_accum_steps, "logfile": self.logs / f"{self.run_id}.txt",
+            "datasets_dir": hp.dataset_dir, "train_files": hp.dataset_dir / "fineweb_train_*.bin",
+            "val_files": hp.dataset_dir / "fineweb_val_*.bin", "tokenizer_path": hp.tokenizer_path,
+            "model_path": self.output / "final_model.pt", "quantized_model_path": self.artifact}
+        texts = {name: format_setting(value) for name, value in values.items()}
+        lines = [rule, "Hyperparameters:", *(f"  {name}: {texts[name]}" for name in sorted(texts)),
                  self.source.decode("utf-8"), rule, f"Running Python {sys.version}",
                  f"Running PyTorch {torch.__version__}", gpu_report(), rule]
         self.log("\n".join(lines), console=False)
-        self.log.record("settings", **{name: str(value) for name, value in values.items()})
+        self.log.record("settings", **texts)
 
-    def banner(self, dtype: str, attention: str, kernels: str, compile_reason: str) -> list[str]:
+    def log_choices(self, dtype: str, attention: str, kernels: str, compile_reason: str) -> None:
+        """What the run found and chose."""
         hp, world, plan = self.hp, self.world, self.plan
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
         estimate = estimate_artifact_bytes(self.model) + len(self.source)
-        return [f"machine: {world.size} x {device}, PyTorch {torch.__version__}, {dtype}",
-                f"attention: {attention}",
-                f"kernels: {kernels}",
-                f"compile: {int(self.compiled)} ({compile_reason})",
-                f"train_shards: {len(self.train_paths)}",
-                f"val_tokens: {self.val.targets}",
-                f"val_bytes: {self.val.target_bytes} ({self.val.note})",
-                f"batch: {hp.train_batch_tokens} tokens = {world.size} ranks x {plan.grad_accum_steps} micro-batches x "
-                + f"{plan.micro_sequences} sequences of {hp.train_seq_len}",
-                f"tokenizer: {hp.tokenizer_path.stat().st_size} bytes (the rules do not count it)",
-                f"model_params:{self.parameters}",
-                f"artifact estimate: {estimate / 1e6:.1f} MB of {SIZE_CAP_BYTES / 1e6:.1f} (weight decay decides)"]
+        self.log(f"""machine: {world.size} x {device}, PyTorch {torch.__version__}, {dtype}
+attention: {attention}
+kernels: {kernels}
+compile: {int(self.compiled)} ({compile_reason})
+train_shards: {len(self.train_paths)}
+val_tokens: {self.val.targets}
+val_bytes: {self.val.target_bytes} ({self.val.note})
+batch: {hp.train_batch_tokens} tokens = {world.size} ranks x {plan.grad_accum_steps} micro-batches x \
+{plan.micro_sequences} sequences of {hp.train_seq_len}
+tokenizer: {hp.tokenizer_path.stat().st_size} bytes (the rules do not count it)
+model_params:{self.parameters}
+artifact estimate: {estimate / 1e6:.1f} MB of {SIZE_CAP_BYTES / 1e6:.1f} (weight decay decides)
+sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
 
     # phases
+
+    def execute(self) -> None:
+        """The whole run. Raises RunError for everything that a user can cause or must know."""
+        if not self.hp.eval_only:
+            self.train()
+        self.score()
+        self.summarize()
+        if self.failure:
+            raise self.failure
 
     def train(self) -> None:
         """Training, Hessians, quantisation; ends with the artifact on disk, before anything of it is evaluated."""
@@ -2275,10 +2188,10 @@ class Run:
         try:
             trainer.warm_up()
         except torch.OutOfMemoryError as error:
-            micro = self.plan.micro_sequences
+            micro, message = self.plan.micro_sequences, str(error).partition("\n")[0]
             fits = [n * hp.train_seq_len for n in range(1, micro) if micro % n == 0]
-            raise SetupError(f"{micro * hp.train_seq_len} tokens at once do not fit into the GPU's memory "
-                             f"({str(error).splitlines()[0]}); set MICRO_BATCH_TOKENS to one of {fits}") from None
+            raise SetupError(f"{micro * hp.train_seq_len} tokens at once do not fit into the GPU's memory ({message}); "
+                             f"set MICRO_BATCH_TOKENS to one of {fits}") from None
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
         self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step, with compile and warm-up")
@@ -2294,17 +2207,15 @@ class Run:
 
     def write_artifact(self, trainer: Trainer) -> float:
         """Rank 0 saves the averaged weights, collects Hessians on the clock, quantises and writes; all wait for it."""
-        hessian_seconds, hessians = 0.0, {}
+        before, hessians = trainer.clock.seconds, {}
         if self.world.is_main:
             self.write_checkpoint()
             self.log(f"Code size: {len(self.source)} bytes")
             if self.hp.gptq_enabled:
-                before = trainer.clock.seconds
                 with trainer.on_the_clock() as data:
                     hessians = collect_hessians(self.model, data, trainer.clock, self.log)
-                hessian_seconds = trainer.clock.seconds - before
             self.write_quantized(hessians)
-        return self.world.broadcast_object(hessian_seconds)
+        return self.world.broadcast_object(trainer.clock.seconds - before)
 
     def write_checkpoint(self) -> None:
         """The averaged weights as they are; a disk too full for them must not cost the artifact."""
@@ -2317,7 +2228,6 @@ class Run:
             self.log(f"WARNING: final_model.pt was not written ({error}); the run goes on")
 
     def write_quantized(self, hessians: dict[str, Tensor]) -> None:
-        label, path = f"int6+{self.hp.compressor}", self.output / "final_model.int6.ptz"
         quantized, data = self.quantize_to_fit(hessians)
         if self.hp.gptq_enabled:
             self.log(f"GPTQ quantization: {len(quantized.gptq)} layers with full GPTQ, {len(quantized.fallback)} "
@@ -2325,12 +2235,12 @@ class Run:
         for what, names in (("needed more damping", quantized.damped), ("got plain row search", quantized.fallback)):
             if names:
                 self.log(f"WARNING: {len(names)} Hessians did not factor and {what}: {', '.join(names)}")
-        write_file(path, data)
-        self.log(f"sha256 of the artifact: {hashlib.sha256(data).hexdigest()}")
-        with contextlib.suppress(OSError):  # the next run replaces `path`; under this name the file stays
-            os.link(path, self.output / "logs" / f"{self.run_id}.int6.ptz")
-        self.log(f"Serialized model {label}: {len(data)} bytes")
-        self.log(f"Total submission size {label}: {len(data) + len(self.source)} bytes")
+        write_file(self.artifact, data)
+        with contextlib.suppress(OSError):  # the next run replaces the artifact; under this name the file stays
+            os.link(self.artifact, self.logs / f"{self.run_id}.int6.ptz")
+        label, size = f"int6+{self.hp.compressor}", len(data)
+        self.log(f"sha256 of the artifact: {hashlib.sha256(data).hexdigest()}\nSerialized model {label}: {size} bytes\n"
+                 f"Total submission size {label}: {size + len(self.source)} bytes")
 
     def quantize_to_fit(self, hessians: dict[str, Tensor]) -> tuple[Quantized, bytes]:
         """Quantises and packs; while over TARGET_TOTAL_BYTES, again with coarser int6 scales, the same on every run.
@@ -2341,13 +2251,12 @@ class Run:
         for _ in range(6):
             began = time.perf_counter()
             quantized = quantize_state(self.model.state_dict(), hessians, self.hp, coarseness)
-            quantized_at = time.perf_counter()
+            packing = time.perf_counter()
             if not all(bool(t.isfinite().all()) for t in quantized.tensors.values()):
                 raise DivergedError("the averaged weights are not finite or too large for fp16 scales; lower MATRIX_LR "
                                     "or TIED_EMBED_LR")
             data = pack_artifact(quantized, self.hp.compressor)
-            packed_at = time.perf_counter()
-            self.log(f"quantization: {quantized_at - began:.1f}s compression: {packed_at - quantized_at:.1f}s")
+            self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s")
             self.results["int6_scale_factor"] = coarseness
             total = len(data) + len(self.source)
             codes = sum(t.numel() for name, t in quantized.tensors.items() if name.endswith(".q"))
@@ -2360,14 +2269,14 @@ class Run:
 
     def check_clock(self, trainer: Trainer) -> None:
         """States when training data was last read, and fails the run if that was past the cap."""
-        last, cap = max(row[0] for row in self.world.gather([trainer.last_read_seconds])), self.hp.max_wallclock_seconds
+        cap, last = self.hp.max_wallclock_seconds, max(self.world.gather([trainer.last_read_seconds]))[0]
         self.log(f"training data last read at {last:.1f}s of the clock, {f'cap {cap:.1f}s' if cap > 0 else 'no cap'}")
         self.results["train_data_last_read_seconds"] = last
         if 0 < cap < last:
             self.failure = ClockError(f"training data was read at {last:.1f}s, past the cap of {cap:.1f}s: the result "
                                       "does not count; raise GPTQ_RESERVE_SECONDS")
 
-    def score(self, path: Path) -> None:
+    def score(self) -> None:
         """Scores raw and averaged weights when there was training, then the artifact re-read from disk."""
         if not self.hp.eval_only:
             averaged = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
@@ -2376,7 +2285,7 @@ class Run:
             load_weights(self.model, averaged)
             self.evaluate("pre-quantization post-ema", "pre_quant", self.evaluator.full)
         began = time.perf_counter()
-        self.load_artifact(path)
+        self.load_artifact(Path(self.hp.eval_only or self.artifact))
         final = self.evaluate("final_int6_roundtrip", "int6", self.evaluator.full)
         if self.hp.sliding_window_enabled:
             final = self.evaluate("final_int6_sliding_window", "sliding", self.evaluator.sliding)
@@ -2390,7 +2299,7 @@ class Run:
         loss, bpb, seconds = score.val_loss, score.val_bpb, score.seconds
         self.log(f"{label} val_loss:{loss:.8f} val_bpb:{bpb:.8f} eval_time:{1000 * seconds:.0f}ms")
         self.log.record("evaluation", name=key, val_loss=loss, val_bpb=bpb, eval_seconds=seconds)
-        self.results[f"{key}_val_bpb"] = score.val_bpb
+        self.results[f"{key}_val_bpb"] = bpb
         return score
 
     def load_artifact(self, path: Path) -> None:
@@ -2400,20 +2309,20 @@ class Run:
             load_weights(self.model, dequantize(*unpack_artifact(data), self.model.state_dict()))
         except ArtifactError as error:
             raise ArtifactError(f"{path} cannot be scored: {error}") from None
-        total = len(data) + len(self.source)
-        self.results |= {"code_bytes": len(self.source), "model_bytes": len(data), "total_bytes": total,
+        code, total = len(self.source), len(data) + len(self.source)
+        self.results |= {"code_bytes": code, "model_bytes": len(data), "total_bytes": total,
                          "headroom_bytes": SIZE_CAP_BYTES - total}
         if total > SIZE_CAP_BYTES:
             self.failure = self.failure or OversizeError(
-                f"{len(self.source)} code + {len(data)} model bytes are {total - SIZE_CAP_BYTES} over the cap of "
-                f"{SIZE_CAP_BYTES}; the files are kept; raise MUON_WD and EMBED_WD or make the model smaller")
+                f"{code} code + {len(data)} model bytes are {total - SIZE_CAP_BYTES} over the cap of {SIZE_CAP_BYTES}; "
+                "the files are kept; raise MUON_WD and EMBED_WD or make the model smaller")
 
     def summarize(self) -> None:
         """The block of `key: value` lines at column 0 that tools read."""
         self.results |= {"parameters": self.parameters, "peak_memory_mib": peak_memory_mib(self.world.device)[0],
                          "total_seconds": time.perf_counter() - self.began}
         block = [f"{key}: {self.results[key]:{spec}}" for key, spec in SUMMARY_FORMATS.items() if key in self.results]
-        self.log("\n".join(["---", *block, f"valid: {'no: ' + str(self.failure) if self.failure else 'yes'}"]))
+        self.log("\n".join(["---", *block, f"valid: {f'no: {self.failure}' if self.failure else 'yes'}"]))
         self.log.record("summary", **self.results, valid=self.failure is None)
 
 def gpu_report() -> str:
@@ -2422,55 +2331,40 @@ def gpu_report() -> str:
     done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False, timeout=60)
     return done.stdout or done.stderr
 
-def execute(hp: Hyperparameters) -> None:
-    """A whole run. Raises RunError for everything that a user can cause or must know."""
-    run = Run(hp, os.environ)
-    if not hp.eval_only:
-        run.train()
-    run.score(Path(hp.eval_only) if hp.eval_only else run.output / "final_model.int6.ptz")
-    run.summarize()
-    if run.failure:
-        raise run.failure
-
 def settings_help() -> str:
     hints = get_type_hints(Hyperparameters)
     lines = ["settings (environment variables; switches are 0 or 1):"]
     for item in fields(Hyperparameters):
-        choices = f" [{'|'.join(get_args(hints[item.name]))}]" if get_origin(hints[item.name]) is Literal else ""
+        choices = f" [{'|'.join(choices)}]" if (choices := get_args(hints[item.name])) else ""
         lines.append(f"  {item.name.upper()}={format_setting(item.default)}\n      {item.metadata['help']}{choices}")
     return "\n".join(lines)
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, epilog=settings_help() + "\n\n" + EXIT_CODES,
+    """Runs the command line; the exit code, or, with several ranks, the end of the process."""
+    parser = argparse.ArgumentParser(description=__doc__, epilog=f"{settings_help()}\n\n{EXIT_CODES}",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print-config", action="store_true", help="print the effective settings and stop")
     args = parser.parse_args()
+    code = 0
     try:
         hp = Hyperparameters.from_env(os.environ)
         if args.print_config:
-            print("\n".join(f"{item.name}: {format_setting(getattr(hp, item.name))}" for item in fields(hp)))
-            return 0
-        execute(hp)
+            print("\n".join(f"{name}: {format_setting(value)}" for name, value in asdict(hp).items()))
+        else:
+            Run(hp, os.environ).execute()
     except (RunError, OSError) as error:  # what the user or the machine caused: one line, no traceback
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(2)  # if rank 0 fails too, torchrun ends this process meanwhile and the message comes once
         print(f"error: {error}", file=sys.stderr)
-        return leave(error.exit_code if isinstance(error, RunError) else SetupError.exit_code)
+        code = getattr(error, "exit_code", SetupError.exit_code)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
-        return leave(130)
+        code = 130
     except Exception:  # noqa: BLE001 - whatever it was, the other ranks must not wait for this one
-        print(f"error: rank {os.environ.get('RANK', '0')} failed", file=sys.stderr)
-        traceback.print_exc()
-        return leave(1)
-    return leave(0)
-
-def leave(code: int) -> int:
-    """Returns the exit code; with several ranks it ends the process at once.
-
-    After a failure a clean shutdown could wait for the other ranks; after success gloo's threads were seen to abort it.
-    """
+        print(f"error: rank {os.environ.get('RANK', '0')} failed\n{traceback.format_exc()}", file=sys.stderr)
+        code = 1
     if dist.is_initialized():
+        # After a failure a clean end could wait for other ranks; after success gloo's threads were seen to abort it.
         if code == 0:
             dist.destroy_process_group()
         sys.stdout.flush()
