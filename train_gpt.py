@@ -342,15 +342,6 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def average_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Replaces gradients by their mean over ranks: one flat all-reduce per dtype (137 MB at full size)."""
-        for dtype in dict.fromkeys(p.dtype for p in parameters) if self.size > 1 else ():
-            gradients = [p.grad for p in parameters if p.dtype == dtype and p.grad is not None]  # skips may be unused
-            flat = torch.cat([g.flatten() for g in gradients]).div_(self.size)
-            dist.all_reduce(flat)
-            pieces = zip(flat.split([g.numel() for g in gradients]), gradients)
-            torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in pieces])
-
     def broadcast_weights(self, model: nn.Module) -> None:
         """Rank 0's weights everywhere: other nodes' processors may round the initialisation differently."""
         for tensor in model.state_dict().values() if self.size > 1 else ():
@@ -1615,6 +1606,43 @@ class Evaluator:
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 
+class Gradients:
+    """The gradients of a step, in one flat buffer per dtype: one all-reduce, one norm, and addresses that stay."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.groups: list[tuple[Tensor, list[nn.Parameter]]] = []
+        largest_first = sorted(parameters, key=lambda p: -p.numel())  # the odd sizes last: the others stay aligned
+        for dtype in dict.fromkeys(p.dtype for p in largest_first):
+            group = [p for p in largest_first if p.dtype == dtype]
+            sizes = [p.numel() for p in group]
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=group[0].device)
+            for p, piece in zip(group, flat.split(sizes)):
+                p.grad = piece.view_as(p)
+            self.groups.append((flat, group))
+
+    def add(self, loss: Tensor) -> None:
+        parameters = [p for _, group in self.groups for p in group]
+        found = dict(zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True)))  # skips may be unused
+        for _, group in self.groups:
+            used = [p for p in group if found[p] is not None]
+            torch._foreach_add_([p.grad for p in used], [found[p] for p in used])
+
+    def average(self, world: World) -> None:
+        """Mean over ranks: one all-reduce per dtype (137 MB at full size)."""
+        for flat, _ in self.groups if world.size > 1 else ():
+            world.sum(flat.div_(world.size))
+
+    def clip(self, largest_norm: float) -> None:
+        """Scales all so that the 2-norm of the whole is at most that."""
+        norms = torch.stack([torch.linalg.vector_norm(flat, dtype=torch.float32) for flat, _ in self.groups])
+        factor = (largest_norm / (norms.norm() + 1e-6)).clamp_max(1.0)
+        for flat, _ in self.groups:
+            flat.mul_(factor)
+
+    def zero(self) -> None:
+        for flat, _ in self.groups:
+            flat.zero_()
+
 class Trainer:
     """The loop: warm-up whose effect is undone, then steps until the cap or the last iteration."""
 
@@ -1624,7 +1652,12 @@ class Trainer:
         self.plan, self.world, self.loss_function = evaluator.plan, evaluator.world, evaluator.loss_function
         self.clock, self.steps_done, self.last_read_seconds = Stopwatch(), 0, 0.0
         self.parameters = list(model.parameters())
+        self.gradients = Gradients(self.parameters)
         self.optimizers = Optimizers(model, self.world, orthogonalize)
+        size = (self.plan.micro_sequences, self.hp.train_seq_len)
+        self.inputs, self.targets = (torch.zeros(size, dtype=torch.int64, device=self.world.device) for _ in range(2))
+        self.loss = torch.zeros((), device=self.world.device)  # the mean over a step's micro-batches
+        self.run_micro_batch = self.micro_batch
 
     def open_data(self) -> contextlib.closing[Prefetcher]:
         """A new reader at the beginning of the training stream."""
@@ -1648,19 +1681,35 @@ class Trainer:
 
         It does not wait for the optimizers, so that the next step can be queued meanwhile.
         """
-        total = torch.zeros((), device=self.world.device)
+        self.gradients.zero()
+        self.loss.zero_()
         for _ in range(self.plan.grad_accum_steps):
-            loss = self.loss_function(*data.next())
-            (loss / self.plan.grad_accum_steps).backward()
-            total += loss.detach()
-        mean_loss = self.world.fetch(total / self.plan.grad_accum_steps)
-        self.world.average_gradients(self.parameters)
+            inputs, targets = data.next()
+            self.inputs.copy_(inputs)
+            self.targets.copy_(targets)
+            self.run_micro_batch()
+        mean_loss = self.world.fetch(self.loss)
+        self.gradients.average(self.world)
         if self.hp.grad_clip_norm > 0:
-            nn.utils.clip_grad_norm_(self.parameters, self.hp.grad_clip_norm)
+            self.gradients.clip(self.hp.grad_clip_norm)
         self.optimizers.step(factor, muon_momentum(step, self.hp))
-        for p in self.parameters:
-            p.grad = None
         return mean_loss
+
+    def micro_batch(self) -> None:
+        """Forward and backward of what is in `inputs` and `targets`; adds to the loss and the gradients."""
+        loss = self.loss_function(self.inputs, self.targets) / self.plan.grad_accum_steps
+        self.gradients.add(loss)
+        self.loss += loss.detach()
+
+    def record_graph(self) -> None:
+        """On a GPU, makes one launch of the micro-batch's several hundred: the gaps between kernels shrink."""
+        if self.world.device.type != "cuda":
+            return
+        torch.cuda.empty_cache()  # the graph has memory of its own, as much as the steps before it took
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the reader pins memory meanwhile
+            self.micro_batch()
+        self.run_micro_batch = graph.replay
 
     def warm_up(self) -> None:
         """Compiles and settles everything on real shapes, then puts weights and optimizers back to their start."""
@@ -1668,6 +1717,8 @@ class Trainer:
         with self.open_data() as data:
             for step in range(1, steps + 1):
                 self._agree(self.step(data, step - 1, 1.0), f"warm-up step {step}")
+                if step == 1:
+                    self.record_graph()
                 if step <= 6 or step % 10 == 0 or step == steps:
                     self.log(f"warmup_step: {step}/{steps}")
         with torch.no_grad():
@@ -1866,27 +1917,40 @@ class Quantized:
     damped: list[str]
     fallback: list[str]
 
-def quantize_matrices(matrices: dict[str, Tensor], hessians: dict[str, Tensor],
-                      coarseness: float) -> tuple[dict, dict[str, float]]:
-    """int6 codes and scales by name, and the damping of each that GPTQ did; the others are row-searched."""
-    factors = {n: f for n in matrices if n in hessians and (f := factor_hessian(hessians[n])) is not None}
-    results = {name: quantize_int6_rows(w, coarseness) for name, w in matrices.items() if name not in factors}
+def quantize_matrices(matrices: dict[str, Tensor], hessians: dict[str, Tensor], coarseness: float,
+                      world: World) -> tuple[dict, dict[str, float]]:
+    """int6 codes and scales by name, and the damping of each that GPTQ did; the others are row-searched.
+
+    Each rank does its share of every shape; sums with the others' zeros hand all results to all ranks.
+    """
     by_shape = defaultdict(list)
-    for name in factors:
-        by_shape[matrices[name].shape].append(name)
-    for names in by_shape.values():
-        done = quantize_int6_gptq([matrices[n] for n in names], [factors[n] for n in names], coarseness)
-        results.update(zip(names, done))
-    return results, {name: factor.damping for name, factor in factors.items()}
+    for name, matrix in matrices.items():
+        by_shape[matrix.shape].append(name)
+    results, damping = {}, dict.fromkeys(matrices, 0.0)
+    for group in by_shape.values():
+        mine = group[world.rank::world.size]
+        factors = {n: f for n in mine if n in hessians and (f := factor_hessian(hessians[n])) is not None}
+        results |= {name: quantize_int6_rows(matrices[name], coarseness) for name in mine if name not in factors}
+        if factors:
+            done = quantize_int6_gptq([matrices[n] for n in factors], list(factors.values()), coarseness)
+            results |= zip(factors, done)
+        damping |= {name: factor.damping for name, factor in factors.items()}
+    if world.size > 1:
+        for name, w in matrices.items():
+            empty = w.new_zeros(w.shape, dtype=torch.int8), w.new_zeros(w.shape[0], dtype=torch.float16)
+            results[name] = tuple(world.sum(part) for part in results.get(name, empty))
+        total = world.sum(torch.tensor(list(damping.values()), device=world.device))
+        damping = dict(zip(damping, total.tolist()))
+    return results, {name: value for name, value in damping.items() if value}
 
 @torch.no_grad()
 def quantize_state(state: Mapping[str, Tensor], hessians: dict[str, Tensor], hp: Hyperparameters,
-                   coarseness: float = 1.0) -> Quantized:
+                   coarseness: float = 1.0, world: World = World()) -> Quantized:  # noqa: B008 - one rank, immutable
     """Every tensor of a state dict in its storage class, in state-dict order; results are on the CPU."""
     classes = {name: storage_class(name, t, hp) for name, t in state.items()}
     with full_fp32():
         matrices = {name: state[name] for name, kind in classes.items() if kind == "int6"}
-        int6, gptq = quantize_matrices(matrices, hessians, coarseness)
+        int6, gptq = quantize_matrices(matrices, hessians, coarseness, world)
     tensors: dict[str, Tensor] = {}
     meta: dict[str, Any] = {}
     for name, tensor in state.items():
@@ -1900,7 +1964,7 @@ def quantize_state(state: Mapping[str, Tensor], hessians: dict[str, Tensor], hp:
             tensors[f"{name}.q"], tensors[f"{name}.scale"] = codes.cpu().contiguous(), scale.cpu().contiguous()
             method = {"method": "gptq" if name in gptq else "clip_search"} if kind == "int6" and hp.gptq_enabled else {}
             meta[name] = {"type": kind, **method}
-    damped = [name for name, damping in gptq.items() if damping != GPTQ_DAMPING[0]]
+    damped = [name for name, damping in gptq.items() if damping > 2 * GPTQ_DAMPING[0]]
     return Quantized(tensors, meta, list(gptq), damped, [name for name in hessians if name not in gptq])
 
 class HessianCollector:
@@ -1930,17 +1994,18 @@ class HessianCollector:
             self.sums[source].addmm_(x.T, x)
         return add
 
-    def finish(self, batches: int) -> dict[str, Tensor]:
-        """Mean over batches by weight name; removes the hooks. A Hessian of zeros would mean that they never ran."""
+    def finish(self, batches: int, world: World) -> dict[str, Tensor]:
+        """Mean over all ranks' batches by weight name; removes the hooks. Zeros would mean that they never ran."""
         for hook in self._hooks:
             hook.remove()
+        batches = sum(row[0] for row in world.gather([batches]))
         for source, total in self.sums.items():
+            world.sum(total).div_(max(batches, 1))
             assert float(total.diagonal().sum()) != 0, f"no activation reached {source} during calibration"
-            total.div_(batches)
         return {weight: self.sums[source] for weight, source in self.sources.items()}
 
 @torch.no_grad()
-def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog) -> dict[str, Tensor]:
+def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog, world: World) -> dict[str, Tensor]:
     """Hessians of the uncompiled model over the first calibration batches of a new stream, inside the cap.
 
     The clock runs. Stops early, saying so, when one more batch as slow as the slowest would pass the cap.
@@ -1958,8 +2023,10 @@ def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog
         model.hidden(inputs)
         synchronize(inputs.device)
         slowest, batches = max(slowest, clock.seconds - start), batches + 1
-    hessians = collector.finish(max(batches, 1))
+    hessians = collector.finish(batches, world)
     log(f"GPTQ:collected {len(hessians)} Hessians in {clock.seconds - began:.1f}s")
+    if world.size > 1:
+        log(f"GPTQ: Hessians are means over {world.size} ranks; the published script takes those of rank 0")
     return hessians
 
 
@@ -2206,15 +2273,15 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         self.check_clock(trainer)
 
     def write_artifact(self, trainer: Trainer) -> float:
-        """Rank 0 saves the averaged weights, collects Hessians on the clock, quantises and writes; all wait for it."""
+        """All ranks collect Hessians on the clock and quantise; rank 0 writes the averaged weights and the artifact."""
         before, hessians = trainer.clock.seconds, {}
         if self.world.is_main:
             self.write_checkpoint()
-            self.log(f"Code size: {len(self.source)} bytes")
-            if self.hp.gptq_enabled:
-                with trainer.on_the_clock() as data:
-                    hessians = collect_hessians(self.model, data, trainer.clock, self.log)
-            self.write_quantized(hessians)
+        self.log(f"Code size: {len(self.source)} bytes")
+        if self.hp.gptq_enabled:
+            with trainer.on_the_clock() as data:
+                hessians = collect_hessians(self.model, data, trainer.clock, self.log, self.world)
+        self.write_quantized(hessians)
         return self.world.broadcast_object(trainer.clock.seconds - before)
 
     def write_checkpoint(self) -> None:
@@ -2235,6 +2302,8 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         for what, names in (("needed more damping", quantized.damped), ("got plain row search", quantized.fallback)):
             if names:
                 self.log(f"WARNING: {len(names)} Hessians did not factor and {what}: {', '.join(names)}")
+        if not self.world.is_main:
+            return
         write_file(self.artifact, data)
         with contextlib.suppress(OSError):  # the next run replaces the artifact; under this name the file stays
             os.link(self.artifact, self.logs / f"{self.run_id}.int6.ptz")
@@ -2250,15 +2319,15 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         coarseness, target = 1.0, self.hp.target_total_bytes
         for _ in range(6):
             began = time.perf_counter()
-            quantized = quantize_state(self.model.state_dict(), hessians, self.hp, coarseness)
+            quantized = quantize_state(self.model.state_dict(), hessians, self.hp, coarseness, self.world)
             packing = time.perf_counter()
             if not all(bool(t.isfinite().all()) for t in quantized.tensors.values()):
                 raise DivergedError("the averaged weights are not finite or too large for fp16 scales; lower MATRIX_LR "
                                     "or TIED_EMBED_LR")
-            data = pack_artifact(quantized, self.hp.compressor)
+            data = pack_artifact(quantized, self.hp.compressor) if self.world.is_main else b""
             self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s")
             self.results["int6_scale_factor"] = coarseness
-            total = len(data) + len(self.source)
+            total = self.world.broadcast_object(len(data)) + len(self.source)
             codes = sum(t.numel() for name, t in quantized.tensors.items() if name.endswith(".q"))
             if not 0 < target < total or not codes:
                 break

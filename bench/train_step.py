@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT))
 import train_gpt as tg  # noqa: E402
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bf16, by name; other devices get no share of peak
-KINDS = {"attention": ("cudnn", "flash", "fmha", "sdpa"), "matrix products": ("nvjet", "gemm", "cutlass", "splitK")}
+KINDS = {"attention": ("cudnn", "flash", "fmha", "sdpa"),
+         "matrix products": ("nvjet", "gemm", "cutlass", "splitK", "mlp_kernel")}
 
 
 def write_random_shards(hp: tg.Hyperparameters, tokens: int) -> None:
@@ -77,6 +78,8 @@ def whole_steps(trainer: tg.Trainer, steps: int) -> dict[str, float]:
     with trainer.on_the_clock() as data:
         for step in range(3):
             trainer._agree(trainer.step(data, step, 1.0), "warm-up")
+            if step == 0:
+                trainer.record_graph()
         waited, began = data.wait_seconds, time.perf_counter()
         for step in range(steps):
             loss = trainer.step(data, step, 1.0)
@@ -90,20 +93,12 @@ def whole_steps(trainer: tg.Trainer, steps: int) -> dict[str, float]:
 
 
 def parts(trainer: tg.Trainer) -> dict[str, float]:
-    device, hp = trainer.world.device, trainer.hp
-    with trainer.on_the_clock() as data:
-        inputs, targets = data.next()
+    device, hp, gradients = trainer.world.device, trainer.hp, trainer.gradients
     ema = tg.EMA(trainer.model, hp.ema_decay)
-
-    def forward_backward() -> None:
-        trainer.loss_function(inputs, targets).backward()
-
-    result = {"forward_backward_ms": milliseconds(forward_backward, device)}
-    parameters = trainer.parameters
-    result["clip_ms"] = milliseconds(lambda: torch.nn.utils.clip_grad_norm_(parameters, 0.3), device)
-    result["optimizer_ms"] = milliseconds(lambda: trainer.optimizers.step(1.0, 0.95), device)
-    result["ema_ms"] = milliseconds(ema.update, device)
-    return result
+    return {"forward_backward_ms": milliseconds(trainer.run_micro_batch, device),
+            "clip_ms": milliseconds(lambda: gradients.clip(hp.grad_clip_norm), device),
+            "optimizer_ms": milliseconds(lambda: trainer.optimizers.step(1.0, 0.95), device),
+            "ema_ms": milliseconds(ema.update, device)}
 
 
 def step_flops(trainer: tg.Trainer) -> float:
@@ -127,18 +122,17 @@ def kernel_table(call: Callable[[], object], device: torch.device) -> list[dict]
 def kernel_tables(trainer: tg.Trainer, rows: int = 60) -> dict[str, object]:
     """Kernels of one micro-batch's forward and backward, and of what follows the last one: clipping, optimizers, EMA."""
     device, hp = trainer.world.device, trainer.hp
-    with trainer.on_the_clock() as data:
-        inputs, targets = data.next()
     ema = tg.EMA(trainer.model, hp.ema_decay)
 
     def end_of_step() -> None:
-        torch.nn.utils.clip_grad_norm_(trainer.parameters, hp.grad_clip_norm)
+        trainer.gradients.clip(hp.grad_clip_norm)
         trainer.optimizers.step(1.0, 0.95)
         ema.update()
 
-    batch = kernel_table(lambda: trainer.loss_function(inputs, targets).backward(), device)
+    batch = kernel_table(trainer.run_micro_batch, device)
     end = kernel_table(end_of_step, device)
     return {"kernels_by_kind_ms": by_kind(batch), "kernels": batch[:rows],
+            "launches": sum(row["calls"] for row in batch),
             "end_of_step_ms": sum(row["ms"] for row in end), "end_of_step_kernels": end[:rows // 2]}
 
 

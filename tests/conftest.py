@@ -46,6 +46,12 @@ def load_model(hp: tg.Hyperparameters, state: dict[str, torch.Tensor], attend=No
     return model
 
 
+def logits_of(model: tg.GPT, ids: torch.Tensor) -> torch.Tensor:
+    """Soft-capped logits (B, T, vocab_size)."""
+    x, weight = model.head(model.hidden(ids))
+    return model.hp.logit_softcap * torch.tanh(torch.nn.functional.linear(x, weight) / model.hp.logit_softcap)
+
+
 def make_data(folder: Path) -> Path:
     """The golden shards and tokenizer as a data folder for VOCAB_SIZE=512."""
     shards, tokenizers = folder / "data/datasets/fineweb10B_sp512", folder / "data/tokenizers"

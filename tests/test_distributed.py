@@ -214,13 +214,14 @@ import train_gpt as tg
 
 hp = tg.Hyperparameters.from_env(os.environ)
 world = tg.join_world(hp, os.environ)
-model = tg.build_model(hp, tg.sdpa_attention, torch.device("cpu"), torch.float32)
+model = tg.build_model(hp, tg.Operations(tg.sdpa_attention), torch.device("cpu"), torch.float32)
 optimizers = tg.Optimizers(model, world)
 generator = torch.Generator().manual_seed(5)
+gradients = tg.Gradients(model.parameters())
 for step in range(3):
     for p in model.parameters():  # each rank draws both ranks' gradients and keeps its own
-        p.grad = torch.stack([torch.randn(p.shape, generator=generator) for _ in range(2)])[world.rank].clone()
-    world.average_gradients(list(model.parameters()))
+        p.grad.copy_(torch.stack([torch.randn(p.shape, generator=generator) for _ in range(2)])[world.rank])
+    gradients.average(world)
     optimizers.step(1.0, 0.95)
 torch.save(model.state_dict(), f"weights{{world.rank}}.pt")
 shared = [world.gather([float(world.rank), 7.0]), world.broadcast_object({{"rank": world.rank}})]
@@ -238,7 +239,7 @@ def test_averaging_and_sharded_muon_equal_one_rank(tmp_path):
     for rank in (0, 1):
         assert torch.load(tmp_path / f"shared{rank}.pt") == [[[0.0, 7.0], [1.0, 7.0]], {"rank": 0}]
     hp = tg.Hyperparameters.from_env(run_environment())
-    model = tg.build_model(hp, tg.sdpa_attention, torch.device("cpu"), torch.float32)
+    model = tg.build_model(hp, tg.Operations(tg.sdpa_attention), torch.device("cpu"), torch.float32)
     optimizers, generator = tg.Optimizers(model, tg.World()), torch.Generator().manual_seed(5)
     for _ in range(3):
         for p in model.parameters():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-from conftest import GOLDEN, golden_arrays, golden_tensors, load_model, settings
+from conftest import GOLDEN, golden_arrays, golden_tensors, load_model, logits_of, settings
 
 import train_gpt as tg
 
@@ -89,7 +89,7 @@ def test_logits_loss_and_gradients(model_state):
     io, gradients = golden_tensors("model_io.npz"), golden_tensors("model_grads.npz")
     model = load_model(settings(), model_state)
     ids, targets = io["input_ids"].long(), io["target_ids"].long()
-    logits = model.logits(model.hidden(ids))
+    logits = logits_of(model, ids)
     torch.testing.assert_close(logits, io["logits"], rtol=0, atol=1e-4)
     loss = model(ids, targets)
     assert abs(loss.item() - io["loss"].item()) < 1e-6
@@ -104,13 +104,13 @@ def test_logits_loss_and_gradients(model_state):
 def test_rope_beyond_the_training_length(model_state):
     case = golden_tensors("model_long.npz")
     model = load_model(settings(), model_state)
-    logits = model.logits(model.hidden(case["input_ids"].long()))
+    logits = logits_of(model, case["input_ids"].long())
     torch.testing.assert_close(logits, case["logits"], rtol=0, atol=1e-4)
 
 
 def test_parameters_and_init_at_full_size():
     hp = tg.Hyperparameters.from_env({})
-    model = tg.build_model(hp, tg.sdpa_attention, torch.device("cpu"), torch.float32)
+    model = tg.build_model(hp, tg.Operations(tg.sdpa_attention), torch.device("cpu"), torch.float32)
     expected = golden_arrays("init_stats.npz")
     named = dict(model.named_parameters())
     assert set(named) == set(expected) == set(model.state_dict())
@@ -248,7 +248,7 @@ def test_golden_artifact_loads_and_gives_its_logits():
     hp, data = artifact_settings(), (GOLDEN / "artifact.int6.ptz").read_bytes()
     tensors, meta = tg.unpack_artifact(data)
     assert meta == golden_json("artifact_meta.json")["meta"]
-    model = tg.build_model(hp, tg.sdpa_attention, torch.device("cpu"), torch.float32)
+    model = tg.build_model(hp, tg.Operations(tg.sdpa_attention), torch.device("cpu"), torch.float32)
     model.tok_emb.bfloat16()  # the tables are bf16 in the model that wrote it
     state = tg.dequantize(tensors, meta, model.state_dict())
     expected = golden_tensors("artifact_dequantized.npz")
@@ -258,7 +258,7 @@ def test_golden_artifact_loads_and_gives_its_logits():
     model.float()
     tg.load_weights(model, state)
     case = golden_tensors("artifact_logits.npz")
-    logits = model.logits(model.hidden(case["input_ids"].long()))
+    logits = logits_of(model, case["input_ids"].long())
     torch.testing.assert_close(logits, case["logits"], rtol=0, atol=1e-4)
 
 
@@ -280,7 +280,7 @@ def calibrate(hp, batches):
     with torch.no_grad():
         for _ in range(batches):
             model.hidden(torch.from_numpy(loader.next_batch()[0]))
-    return model, collector.finish(batches)
+    return model, collector.finish(batches, tg.World())
 
 
 def test_hessians_of_the_golden_artifact(data_here):

@@ -14,7 +14,7 @@ import pytest
 import sentencepiece
 import torch
 import torch.nn.functional as F
-from conftest import GOLDEN, load_model, settings
+from conftest import GOLDEN, load_model, logits_of, settings
 from hypothesis import example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -26,7 +26,7 @@ quick = examples(max_examples=40, deadline=None)
 
 
 def fresh_model(**changes):
-    return tg.build_model(settings(**changes), tg.sdpa_attention, CPU, torch.float32)
+    return tg.build_model(settings(**changes), tg.Operations(tg.sdpa_attention), CPU, torch.float32)
 
 
 def batch_of(hp, sequences=2, length=32):
@@ -572,7 +572,7 @@ def test_calibration_that_never_runs_is_noticed():
     model = fresh_model(**LARGE)
     collector = tg.HessianCollector(model)
     with pytest.raises(AssertionError, match="no activation"):
-        collector.finish(1)
+        collector.finish(1, tg.World())
 
 
 def test_hessians_are_sums_of_products_of_inputs_over_batches():
@@ -586,7 +586,7 @@ def test_hessians_are_sums_of_products_of_inputs_over_batches():
         for _ in range(2):
             model.hidden(batch_of(model.hp)[0])
     hook.remove()
-    hessians = collector.finish(2)
+    hessians = collector.finish(2, tg.World())
     assert set(hessians) == {"blocks.0.mlp.fc.weight", "blocks.0.mlp.proj.weight"}
     torch.testing.assert_close(hessians["blocks.0.mlp.fc.weight"], sum(x.T @ x for x in inputs) / 2)
     with torch.no_grad():
@@ -753,7 +753,7 @@ def test_flash_attention_3_is_chosen_when_it_works(any_backend, monkeypatch, mod
     ids = batch_of(hp)[0]
     ours, theirs = (load_model(hp, model_state, function) for function in (attend, tg.math_attention))
     with torch.no_grad():
-        torch.testing.assert_close(ours.logits(ours.hidden(ids)), theirs.logits(theirs.hidden(ids)), rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits_of(ours, ids), logits_of(theirs, ids), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("raises", "no kernel image"), ("wrong", "off by")])
@@ -827,7 +827,7 @@ def test_compile_is_automatic_with_cuda_and_triton_only(monkeypatch):
 
 
 def test_bf16_keeps_linears_and_scales_in_fp32_and_tables_in_bf16():
-    model = tg.build_model(settings(), tg.sdpa_attention, CPU, torch.bfloat16)
+    model = tg.build_model(settings(), tg.Operations(tg.sdpa_attention), CPU, torch.bfloat16)
     for name, p in model.named_parameters():
         assert p.dtype == (torch.bfloat16 if name in ("tok_emb.weight", "ve_shared.embed.weight") else torch.float32), (
             name

@@ -158,7 +158,7 @@ def test_artifact_keeps_a_name_of_its_own(full):
 def test_final_model_holds_the_averaged_state_dict(full):
     state = torch.load(full[0] / "final_model.pt", weights_only=True)
     hp = tg.Hyperparameters.from_env(run_environment())
-    expected = tg.build_model(hp, tg.sdpa_attention, torch.device("cpu"), torch.float32).state_dict()
+    expected = tg.build_model(hp, tg.Operations(tg.sdpa_attention), torch.device("cpu"), torch.float32).state_dict()
     assert {name: t.shape for name, t in state.items()} == {name: t.shape for name, t in expected.items()}
     assert list(state) == list(expected)
 
