@@ -734,7 +734,7 @@ class Prefetcher:
         self._ahead = deque(self._thread.submit(self._read) for _ in range(self.DEPTH))
 
     def _read(self) -> list[Tensor]:
-        batch = [torch.from_numpy(part) for part in self.loader.next_batch()]
+        batch = [torch.from_numpy(np.ascontiguousarray(part)) for part in self.loader.next_batch()]
         self.last_read_seconds = self.clock.seconds
         return [part.pin_memory() for part in batch] if self.device.type == "cuda" else batch
 
@@ -974,53 +974,6 @@ def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     grouped = y.unflatten(2, (v.size(2), -1))
     return (grouped - (grouped * direction).sum(-1, keepdim=True) * direction).flatten(2, 3)
 
-@jit
-def remove_own_value_kernel(y_ptr, v_ptr, d_ptr, out_ptr, dv_ptr, tokens, heads: tl.constexpr, kv_heads: tl.constexpr,
-                            dim: tl.constexpr, backward: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
-    """Forward: out of y and v. Backward, from the gradient d of that: out is the gradient of y, dv that of v."""
-    kv_head = tl.program_id(1)
-    v_at, inside = head_rows(v_ptr, tokens, kv_heads, kv_head, dim, rows, width)
-    v = tl.load(v_at, mask=inside, other=0.0).to(tl.float32)
-    inverse = 1.0 / tl.maximum(tl.sqrt(tl.sum(v * v, axis=1)), 1e-12)[:, None]
-    v *= inverse
-    dv = tl.zeros_like(v)
-    for i in tl.static_range(heads // kv_heads):
-        head = kv_head * (heads // kv_heads) + i
-        y_at, _ = head_rows(y_ptr, tokens, heads, head, dim, rows, width)
-        out_at, _ = head_rows(out_ptr, tokens, heads, head, dim, rows, width)
-        y = tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
-        along = tl.sum(y * v, axis=1)[:, None]
-        if backward:
-            d_at, _ = head_rows(d_ptr, tokens, heads, head, dim, rows, width)
-            d = tl.load(d_at, mask=inside, other=0.0).to(tl.float32)
-            d_along = tl.sum(d * v, axis=1)[:, None]
-            dv -= d_along * y + along * d
-            y, along = d, d_along
-        tl.store(out_at, (y - along * v).to(y_ptr.dtype.element_ty), mask=inside)
-    if backward:
-        dv_at, _ = head_rows(dv_ptr, tokens, kv_heads, kv_head, dim, rows, width)
-        dv = (dv - tl.sum(dv * v, axis=1)[:, None] * v) * inverse
-        tl.store(dv_at, dv.to(v_ptr.dtype.element_ty), mask=inside)
-
-def run_remove_own_value(y: Tensor, v: Tensor, d: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
-    (batch, length, heads, dim), kv_heads = y.shape, v.size(2)
-    out, dv = torch.empty_like(y), torch.empty_like(v) if backward else v
-    grid = (-(-batch * length // HEAD_ROWS), kv_heads)
-    remove_own_value_kernel[grid](y, v, d, out, dv, batch * length, heads, kv_heads, dim, backward, HEAD_ROWS,
-                                  power_of_two(dim))
-    return out, dv
-
-class RemoveOwnValue(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y, v):
-        y, v = y.contiguous(), v.contiguous()
-        ctx.save_for_backward(y, v)
-        return run_remove_own_value(y, v, y, False)[0]
-
-    @staticmethod
-    def backward(ctx, d):
-        return run_remove_own_value(*ctx.saved_tensors, d.contiguous(), True)
-
 def leaky_square(x: Tensor) -> Tensor:
     return F.leaky_relu(x, 0.5).square()
 
@@ -1139,12 +1092,11 @@ class Operations:
 
     attend: AttentionFunction
     split_qkv: Callable[..., QKV] = split_qkv
-    remove_own_value: Callable[[Tensor, Tensor], Tensor] = remove_own_value
     mlp: Callable[[Tensor, Tensor, Tensor], Tensor] = mlp
     head_losses: Callable[..., Tensor] = head_losses
 
 def fused_operations(attend: AttentionFunction) -> Operations:
-    return Operations(attend, split_qkv_fused, RemoveOwnValue.apply, mlp_fused, head_losses_fused)
+    return Operations(attend, split_qkv_fused, mlp_fused, head_losses_fused)
 
 def operation_cases(hp: Hyperparameters, device: torch.device, dtype: torch.dtype, batch: int,
                     length: int) -> dict[str, tuple[list[Tensor], Callable[..., Any]]]:
@@ -1161,7 +1113,6 @@ def operation_cases(hp: Hyperparameters, device: torch.device, dtype: torch.dtyp
     return {
         "split_qkv": ([draw(batch, length, (heads + 2 * kv) * dim), draw(batch, length, kv * dim), draw(heads)],
                       lambda f, x, value, gain: f(x, value, [t.to(x.dtype) for t in rope], gain.float(), kv)),
-        "remove_own_value": ([draw(batch, length, heads, dim), draw(batch, length, kv, dim)], lambda f, *x: f(*x)),
         "mlp": ([draw(batch, length, width), draw(hidden, width, scale=width ** -0.5),
                  draw(width, hidden, scale=hidden ** -0.5)], lambda f, *x: f(*x)),
         "head_losses": ([draw(batch * length, width), draw(hp.vocab_size, width, scale=0.2)],
@@ -1228,7 +1179,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.ops.split_qkv(qkv, value, rope, self.q_gain, self.kv_heads)
         y, v = self.ops.attend(q, k, v)[:, first:], v[:, first:]
         if self.use_xsa:
-            y = self.ops.remove_own_value(y, v)
+            y = remove_own_value(y, v)
         return self.proj(y.flatten(2), gain)
 
 class MLP(nn.Module):
@@ -1945,7 +1896,7 @@ def quantize_matrices(matrices: dict[str, Tensor], hessians: dict[str, Tensor], 
 
 @torch.no_grad()
 def quantize_state(state: Mapping[str, Tensor], hessians: dict[str, Tensor], hp: Hyperparameters,
-                   coarseness: float = 1.0, world: World = World()) -> Quantized:  # noqa: B008 - one rank, immutable
+                   coarseness: float = 1.0, world: World = World()) -> Quantized:
     """Every tensor of a state dict in its storage class, in state-dict order; results are on the CPU."""
     classes = {name: storage_class(name, t, hp) for name, t in state.items()}
     with full_fp32():

@@ -1,6 +1,6 @@
 """What one training step costs: tokens/s, milliseconds by part, share of the GPU's peak, memory.
 
-    python bench/train_step.py [--steps 30] [--profile] [--out bench/results/NAME.json]
+    python bench/train_step.py [--steps 30] [--profile] [--evaluation] [--out bench/results/NAME.json]
     torchrun --standalone --nproc_per_node=2 bench/train_step.py
 
 Takes the settings of train_gpt.py from the environment (TRAIN_BATCH_TOKENS, MICRO_BATCH_TOKENS, ATTENTION, ...);
@@ -120,7 +120,7 @@ def kernel_table(call: Callable[[], object], device: torch.device) -> list[dict]
 
 
 def kernel_tables(trainer: tg.Trainer, rows: int = 60) -> dict[str, object]:
-    """Kernels of one micro-batch's forward and backward, and of what follows the last one: clipping, optimizers, EMA."""
+    """Kernels of a micro-batch's forward and backward, and of what follows the last one: clipping, optimizers, EMA."""
     device, hp = trainer.world.device, trainer.hp
     ema = tg.EMA(trainer.model, hp.ema_decay)
 
@@ -145,6 +145,15 @@ def by_kind(table: list[dict]) -> dict[str, float]:
     return sums
 
 
+def evaluation_speed(trainer: tg.Trainer, targets: int = 400_000) -> dict[str, float]:
+    """Scored tokens per second of the sliding evaluation, once compiled."""
+    tokens = np.random.default_rng(0).integers(trainer.hp.vocab_size, size=targets + 1).astype(np.uint16)
+    val = tg.ValidationSet(tokens, targets, "")
+    evaluator = tg.Evaluator(trainer.hp, trainer.plan, trainer.world, val, trainer.loss_function)
+    first, second = evaluator.sliding().seconds, evaluator.sliding().seconds
+    return {"sliding_tokens_per_second": targets / second, "sliding_seconds_with_compile": first}
+
+
 def measure(args: argparse.Namespace, hp: tg.Hyperparameters) -> dict:
     trainer = build_trainer(hp)
     began = time.perf_counter()
@@ -159,6 +168,8 @@ def measure(args: argparse.Namespace, hp: tg.Hyperparameters) -> dict:
     result["peak_memory_mib"] = tg.peak_memory_mib(device)[0]
     if args.profile:
         result |= kernel_tables(trainer)
+    if args.evaluation:
+        result["evaluation"] = evaluation_speed(trainer)
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return result | {"machine": name, "ranks": trainer.world.size, "torch": torch.__version__,
@@ -170,6 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--profile", action="store_true", help="also the time of each GPU kernel")
+    parser.add_argument("--evaluation", action="store_true", help="also the speed of the sliding evaluation")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

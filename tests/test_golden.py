@@ -302,9 +302,10 @@ def test_our_artifact_equals_the_golden_one(data_here):
         assert ours[name].dtype == expected.dtype and ours[name].shape == expected.shape, name
         if name.endswith(".q"):
             # 512 calibration rows for 800 inputs: these Hessians are singular but for damping, so the rounding order of
-            # another processor moves up to 0.6 % of the codes by one (measured with 1e-6 noise on the Hessians)
+            # another processor, or another number of threads, moves up to 0.6 % of the codes by one and a few by two
+            # (measured with 1e-6 noise on the Hessians)
             difference = (ours[name].int() - expected.int()).abs()
-            assert difference.max() <= 1, name
+            assert difference.max() <= 2 and (difference > 1).float().mean() <= 1e-4, name
             assert (difference > 0).float().mean() <= (1e-2 if name.endswith("proj.weight.q") else 1e-3), name
         else:
             assert torch.equal(ours[name], expected), name
