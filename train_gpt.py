@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -159,13 +160,12 @@ class Hyperparameters:
     head_dim = property(lambda self: self.model_dim // self.num_heads)
     ve_layer_list = property(lambda self: [int(n) for n in re.findall(r"\d+", self.ve_layers) if self.ve_enabled])
     control_patterns = property(lambda self: tuple(re.findall(r"[^,\s]+", self.control_tensor_name_patterns)))
-    dataset_name = property(lambda self: f"fineweb10B_sp{self.vocab_size}_{self.transform}".rstrip("_"))
-    dataset_dir = property(lambda self: Path(self.data_dir, "datasets", self.dataset_name))
-    tokenizer_name = property(lambda self: f"fineweb_{self.vocab_size}_bpe_{self.transform}".rstrip("_") + ".model")
-    tokenizer_path = property(lambda self: Path(self.data_dir, "tokenizers", self.tokenizer_name))
-    # seconds after which training stops so that the Hessians still fit; 0 without a cap
-    train_cap_seconds = property(lambda self: max(
-        0.0, self.max_wallclock_seconds - self.gptq_reserve_seconds * self.gptq_enabled))
+    variant = property(lambda self: self.transform and f"_{self.transform}")
+    dataset_dir = property(lambda self: Path(self.data_dir, f"datasets/fineweb10B_sp{self.vocab_size}{self.variant}"))
+    tokenizer_path = property(
+        lambda self: Path(self.data_dir, f"tokenizers/fineweb_{self.vocab_size}_bpe{self.variant}.model"))
+    train_cap_seconds = property(  # so that the Hessians still fit; 0: no cap
+        lambda self: max(0.0, self.max_wallclock_seconds - self.gptq_reserve_seconds * self.gptq_enabled))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Hyperparameters:
@@ -216,10 +216,9 @@ def misspelt_settings(environ: Mapping[str, str]) -> list[str]:
 def conflicts(hp: Hyperparameters) -> list[str]:
     """Every broken rule between settings, as a message with values, rule and remedy."""
     layers, rotated = hp.ve_layer_list, hp.rope_dims or hp.head_dim
-    fits = [n for n in range(1, hp.model_dim + 1) if hp.model_dim % (2 * n) == 0 and hp.model_dim // n >= 8]
+    fits = [n for n in range(1, hp.model_dim + 1) if hp.model_dim % (2 * n) == 0]
     rules = [
-        ("NUM_HEADS", hp.model_dim % (2 * hp.num_heads) == 0,
-         f"must cut MODEL_DIM={hp.model_dim} into heads of even size, such as {fits}"),
+        ("NUM_HEADS", hp.num_heads in fits, f"must cut MODEL_DIM={hp.model_dim} into heads of even size: {fits}"),
         ("NUM_KV_HEADS", hp.num_heads % hp.num_kv_heads == 0, f"must divide NUM_HEADS={hp.num_heads}"),
         ("ROPE_DIMS", rotated % 2 == 0 and 4 <= rotated <= hp.head_dim,
          f"must be 0 or an even number from 4 to the head size {hp.head_dim}"),
@@ -228,8 +227,8 @@ def conflicts(hp: Hyperparameters) -> list[str]:
         ("VE_LAYERS", re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*|", hp.ve_layers) and len({*layers}) == len(layers)
          and max(layers, default=0) < hp.num_layers, f"must be different numbers below NUM_LAYERS={hp.num_layers}"),
         ("EVAL_STRIDE", hp.eval_stride <= hp.eval_seq_len, f"must be at most EVAL_SEQ_LEN={hp.eval_seq_len}"),
-        ("GPTQ_RESERVE_SECONDS", hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0,
-         f"must be below MAX_WALLCLOCK_SECONDS={hp.max_wallclock_seconds}"),
+        ("MAX_WALLCLOCK_SECONDS", hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0,
+         f"must be over GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds}, or 0 for no cap"),
         ("RUN_ID", re.fullmatch(r"[\w.@+-]*", hp.run_id), "names files: use letters, digits and . _ @ + - only")]
     return [f"{name}={getattr(hp, name.lower())!r} {rule}" for name, holds, rule in rules if not holds]
 
@@ -338,7 +337,6 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
 
 def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """Activation dtype and the reason for it."""
     if wanted != "auto":
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[wanted], f"PRECISION={wanted}"
     if device.type != "cuda":
@@ -581,13 +579,6 @@ def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, 
     known = "yes" if {*whole} <= {*stats} else "as far as it says" if {*whole} & {*stats} else "it says nothing"
     return f"{note}; matches manifest: {known}" + "; UNOFFICIAL SPLIT" * bool(entry.get("unofficial_split"))
 
-def path_seed(paths: Iterable[str]) -> int:
-    """FNV-style 64-bit fold over the bytes of all paths: the data order depends on names alone."""
-    seed = 0
-    for byte in "".join(paths).encode("utf-8"):
-        seed = ((seed ^ byte) * 1099511628211) % 2**64
-    return seed
-
 @dataclass
 class ShardCursor:
     """A walk over a shard's blocks: phase + seq_len * ((start + i * stride) mod blocks), stride coprime with blocks."""
@@ -623,7 +614,9 @@ class CoprimeLoader:
         if not self.shards:
             raise SetupError(f"no train shard has more than TRAIN_SEQ_LEN={seq_len} tokens; fetch more or lower it")
         self.cursors: dict[int, ShardCursor] = {}
-        self.rng = np.random.Generator(np.random.PCG64(path_seed(str(p) for p in paths)))
+        # FNV-style 64-bit fold over the bytes of all paths: the data order depends on names alone
+        seed = reduce(lambda fold, byte: (fold ^ byte) * 1099511628211 % 2**64, "".join(map(str, paths)).encode(), 0)
+        self.rng = np.random.Generator(np.random.PCG64(seed))
 
     def next_windows(self) -> list[tuple[int, int]]:
         """(shard, first token) of all ranks' windows of the next draw."""
@@ -1238,8 +1231,7 @@ class Trainer:
         if self.hp.grad_clip_norm > 0:
             nn.utils.clip_grad_norm_(self.parameters, self.hp.grad_clip_norm)
         self.optimizers.step(factor, muon_momentum(step, self.hp))
-        for p in self.parameters:
-            p.grad = None
+        self.model.zero_grad()
         return mean_loss
 
     def warm_up(self) -> None:
@@ -1635,10 +1627,7 @@ def load_weights(model: GPT, state: Mapping[str, Tensor]) -> None:
     for name, tensor in model.state_dict().items():
         tensor.copy_(state[name])
 
-def estimate_artifact_bytes(model: GPT) -> int:
-    """Rough size before training, from the bytes per weight of published runs of this recipe (0.42 int6, 0.88 int8)."""
-    per_weight = {"int6": 0.42, "int8": 0.88, "passthrough": 1.8, "passthrough_ctrl": 3.6}
-    return int(sum(t.numel() * per_weight[storage_class(n, t, model.hp)] for n, t in model.state_dict().items()))
+BYTES_PER_WEIGHT = {"int6": 0.42, "int8": 0.88, "passthrough": 1.8, "passthrough_ctrl": 3.6}  # in published runs
 
 
 # ---- Run: from settings to a scored artifact -------------------------------------------------------------------------
@@ -1666,7 +1655,8 @@ class Run:
         self.world = join_world(hp, environ)
         torch.set_float32_matmul_precision("high")  # TF32 for fp32 products
         dtype, dtype_reason = choose_dtype(hp.precision, self.world.device)
-        self.compiled, compile_reason = choose_compile(hp.compile, self.world.device)
+        compiled, why = choose_compile(hp.compile, self.world.device)
+        self.compile = partial(torch.compile, dynamic=False, fullgraph=True) if compiled else lambda function: function
         attend, attention = choose_attention(hp, self.world.device, dtype)
         self.model = build_model(hp, attend, self.world.device, dtype)
         parameter_groups(self.model)  # raises when a parameter has no optimizer
@@ -1675,12 +1665,9 @@ class Run:
         self.evaluator = Evaluator(hp, self.plan, self.world, self.val, self.compile(self.model))
         self.log = self.open_log()
         self.log_head()
-        self.log_choices(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, compile_reason)
+        self.log_choices(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, f"{int(compiled)} ({why})")
         for name in sorted(set(IGNORED_SETTINGS) & set(environ)):
             self.log(f"WARNING: {name} is set, but nothing reads it; the published script ignores it too")
-
-    def compile(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return torch.compile(function, dynamic=False, fullgraph=True) if self.compiled else function
 
     def open_log(self) -> RunLog:
         """Rank 0 proves that it can write where it must and opens the log; a failure reaches every rank."""
@@ -1719,13 +1706,14 @@ class Run:
         self.log("\n".join(lines), console=False)
         self.log.record("settings", **texts)
 
-    def log_choices(self, dtype: str, attention: str, compile_reason: str) -> None:
+    def log_choices(self, dtype: str, attention: str, compile: str) -> None:
         hp, world, plan = self.hp, self.world, self.plan
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-        estimate = estimate_artifact_bytes(self.model) + len(self.source)
+        estimate = len(self.source) + sum(
+            t.numel() * BYTES_PER_WEIGHT[storage_class(name, t, hp)] for name, t in self.model.state_dict().items())
         self.log(f"""machine: {world.size} x {device}, PyTorch {torch.__version__}, {dtype}
 attention: {attention}
-compile: {int(self.compiled)} ({compile_reason})
+compile: {compile}
 train_shards: {len(self.train_paths)}
 val_tokens: {self.val.targets}
 val_bytes: {self.val.target_bytes} ({self.val.note})
@@ -1759,7 +1747,11 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         tokens = trainer.steps_done * hp.train_batch_tokens
         self.results |= {"train_seconds": train_seconds + hessian_seconds, "hessian_seconds": hessian_seconds,
                          "steps": trainer.steps_done, "tokens": tokens, "tokens_per_second": tokens / train_seconds}
-        self.check_clock(trainer)
+        cap, last = hp.max_wallclock_seconds, max(self.world.gather([trainer.last_read_seconds]))[0]
+        self.log(f"training data last read at {last:.1f}s of the clock, {f'cap {cap:.1f}s' if cap > 0 else 'no cap'}")
+        self.results["train_data_last_read_seconds"] = last
+        if 0 < cap < last:
+            self.failure = ClockError(f"data read at {last:.1f}s, past the cap of {cap}s; raise GPTQ_RESERVE_SECONDS")
 
     def write_artifact(self, trainer: Trainer) -> float:
         """Rank 0 saves the averaged weights, collects Hessians on the clock, quantises and writes; all wait for it."""
@@ -1781,8 +1773,8 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
     def write_quantized(self, hessians: dict[str, Tensor]) -> None:
         quantized, data = self.quantize_to_fit(hessians)
         if self.hp.gptq_enabled:
-            self.log(f"GPTQ quantization: {len(quantized.gptq)} layers with full GPTQ, {len(quantized.fallback)} "
-                     "fallback to clip-search")
+            done, left = len(quantized.gptq), len(quantized.fallback)
+            self.log(f"GPTQ quantization: {done} layers with full GPTQ, {left} fallback to clip-search")
         for what, names in (("needed more damping", quantized.damped), ("got plain row search", quantized.fallback)):
             if names:
                 self.log(f"WARNING: {len(names)} Hessians did not factor and {what}: {', '.join(names)}")
@@ -1813,14 +1805,6 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             coarseness *= 2 ** (8 * (1.1 * (total - target) + 2000) / codes)
             self.log(f"WARNING: {total} is over TARGET_TOTAL_BYTES={target}; again with scales x {coarseness:.4f}")
         return quantized, data
-
-    def check_clock(self, trainer: Trainer) -> None:
-        """States when training data was last read, and fails the run if that was past the cap."""
-        cap, last = self.hp.max_wallclock_seconds, max(self.world.gather([trainer.last_read_seconds]))[0]
-        self.log(f"training data last read at {last:.1f}s of the clock, {f'cap {cap:.1f}s' if cap > 0 else 'no cap'}")
-        self.results["train_data_last_read_seconds"] = last
-        if 0 < cap < last:
-            self.failure = ClockError(f"data read at {last:.1f}s, past the cap of {cap}s; raise GPTQ_RESERVE_SECONDS")
 
     def score(self) -> None:
         """Scores raw and averaged weights when there was training, then the artifact re-read from disk."""
@@ -1855,12 +1839,12 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             load_weights(self.model, dequantize(*unpack_artifact(data), self.model.state_dict()))
         except ArtifactError as error:
             raise ArtifactError(f"{path} cannot be scored: {error}") from None
-        code, total = len(self.source), len(data) + len(self.source)
-        self.results |= {"code_bytes": code, "model_bytes": len(data), "total_bytes": total,
-                         "headroom_bytes": SIZE_CAP_BYTES - total}
-        if total > SIZE_CAP_BYTES:
-            self.failure = self.failure or OversizeError(
-                f"{code} code + {len(data)} model bytes, over the cap of {SIZE_CAP_BYTES}; raise MUON_WD or EMBED_WD")
+        code, model = len(self.source), len(data)
+        headroom = SIZE_CAP_BYTES - code - model
+        self.results |= {"code_bytes": code, "model_bytes": model, "total_bytes": code + model}
+        self.results["headroom_bytes"] = headroom
+        if headroom < 0 and not self.failure:
+            self.failure = OversizeError(f"{-headroom} bytes over the cap of {SIZE_CAP_BYTES}; raise MUON_WD, EMBED_WD")
 
     def summarize(self) -> None:
         """The block of `key: value` lines at column 0 that tools read."""
@@ -1876,17 +1860,13 @@ def gpu_report() -> str:
     done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False, timeout=60)
     return done.stdout or done.stderr
 
-def settings_help() -> str:
-    hints = get_type_hints(Hyperparameters)
-    lines = ["settings (environment variables; switches are 0 or 1):"]
-    for item in fields(Hyperparameters):
-        choices = f" [{'|'.join(choices)}]" if (choices := get_args(hints[item.name])) else ""
-        lines.append(f"  {item.name.upper()}={format_setting(item.default)}\n      {item.metadata['help']}{choices}")
-    return "\n".join(lines)
-
 def main() -> int:
     """Runs the command line; the exit code, or, with several ranks, the end of the process."""
-    parser = argparse.ArgumentParser(description=__doc__, epilog=f"{settings_help()}\n\n{EXIT_CODES}",
+    text, hints = "settings (environment variables; switches are 0 or 1):\n", get_type_hints(Hyperparameters)
+    for item in fields(Hyperparameters):
+        choices = f" [{'|'.join(choices)}]" if (choices := get_args(hints[item.name])) else ""
+        text += f"  {item.name.upper()}={format_setting(item.default)}\n      {item.metadata['help']}{choices}\n"
+    parser = argparse.ArgumentParser(description=__doc__, epilog=f"{text}\n{EXIT_CODES}",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print-config", action="store_true", help="print the effective settings and stop")
     args = parser.parse_args()
