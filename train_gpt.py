@@ -6,16 +6,17 @@
     python train_gpt.py --help                                # every setting, its default and meaning
 
 Settings are environment variables. This file plus the compressed weights must fit in 16,000,000 bytes.
-Read from top to bottom: settings, machine, data, attention, model, optimizers, evaluation, training,
-quantisation, artifact, run. Importing it does nothing.
 """
 from __future__ import annotations
 
 import argparse
 import contextlib
 import difflib
+<<<<<<< HEAD
 import functools
 import glob
+=======
+>>>>>>> trim
 import hashlib
 import io
 import json
@@ -38,6 +39,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -55,21 +57,15 @@ EVAL_CAP_SECONDS = 600
 
 class RunError(Exception):
     """A failure with one clear message and an exit code of its own; no traceback is printed."""
-
     exit_code = 1
-
 class SetupError(RunError, ValueError):
     exit_code = 2
-
 class DivergedError(RunError):
     exit_code = 3
-
 class OversizeError(RunError):
     exit_code = 4
-
 class ClockError(RunError):
     exit_code = 5
-
 class ArtifactError(RunError, ValueError):
     exit_code = 6
 
@@ -83,13 +79,11 @@ def setting(default: Any, meaning: str, **bounds: float) -> Any:
     """A field with its help text and bounds: least (allowed itself), above and below (not allowed themselves), most."""
     return field(default=default, metadata={"help": meaning, "bounds": bounds})
 
-# Read by the published script without any effect; accepted so that its run commands keep working.
-IGNORED_SETTINGS = ("ROPE_TRAIN_SEQ_LEN", "MUON_BETA2")
+IGNORED_SETTINGS = ("ROPE_TRAIN_SEQ_LEN", "MUON_BETA2")  # in published run commands, where they have no effect either
 
 @dataclass(frozen=True)
 class Hyperparameters:
     """Every setting of a run, read from the environment (upper-case names) by `from_env`."""
-
     # data and output
     data_dir: str = setting("./data/", "folder with datasets/ and tokenizers/; its spelling decides the data order")
     vocab_size: int = setting(4096, "tokenizer size; names the dataset folder fineweb10B_sp{V}", above=0, most=65536)
@@ -168,44 +162,27 @@ class Hyperparameters:
         "attn_scale,mlp_scale,resid_mix,q_gain,skip_weight,skip_gates,ve_layer_scales,ve_shared.scale",
         "parameters that stay fp32 and out of Muon and int8, by part of name")
 
-    @property
-    def head_dim(self) -> int:
-        return self.model_dim // self.num_heads
-
-    @property
-    def ve_layer_list(self) -> list[int]:
-        return [int(x) for x in self.ve_layers.split(",") if x.strip()] if self.ve_enabled else []
-
-    @property
-    def control_patterns(self) -> tuple[str, ...]:
-        return tuple(p.strip() for p in self.control_tensor_name_patterns.split(",") if p.strip())
-
-    @property
-    def dataset_dir(self) -> Path:
-        name = f"fineweb10B_sp{self.vocab_size}{self.transform and '_' + self.transform}"
-        return Path(self.data_dir, "datasets", name)
-
-    @property
-    def tokenizer_path(self) -> Path:
-        name = f"fineweb_{self.vocab_size}_bpe{self.transform and '_' + self.transform}.model"
-        return Path(self.data_dir, "tokenizers", name)
-
-    @property
-    def train_cap_seconds(self) -> float:
-        """Seconds after which training stops so that the Hessians still fit; 0 without a cap."""
-        return max(0.0, self.max_wallclock_seconds - self.gptq_reserve_seconds * self.gptq_enabled)
+    # derived
+    head_dim = property(lambda self: self.model_dim // self.num_heads)
+    ve_layer_list = property(lambda self: [int(n) for n in re.findall(r"\d+", self.ve_layers) if self.ve_enabled])
+    control_patterns = property(lambda self: tuple(re.findall(r"[^,\s]+", self.control_tensor_name_patterns)))
+    variant = property(lambda self: self.transform and f"_{self.transform}")
+    dataset_dir = property(lambda self: Path(self.data_dir, f"datasets/fineweb10B_sp{self.vocab_size}{self.variant}"))
+    tokenizer_path = property(
+        lambda self: Path(self.data_dir, f"tokenizers/fineweb_{self.vocab_size}_bpe{self.variant}.model"))
+    train_cap_seconds = property(  # so that the Hessians still fit; 0: no cap
+        lambda self: max(0.0, self.max_wallclock_seconds - self.gptq_reserve_seconds * self.gptq_enabled))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Hyperparameters:
         """Settings from environment variables. Raises SetupError with all problems."""
         hints, values, problems = get_type_hints(cls), {}, []
         for item in fields(cls):
-            name = item.name.upper()
-            if name in environ:
-                try:
-                    values[item.name] = parse_setting(environ[name], hints[item.name], item.metadata["bounds"])
-                except ValueError as error:
-                    problems.append(f"{name}={environ[name]!r} {error}")
+            try:
+                if (raw := environ.get(item.name.upper())) is not None:
+                    values[item.name] = parse_setting(raw, hints[item.name], item.metadata["bounds"])
+            except ValueError as error:
+                problems.append(f"{item.name.upper()}={raw!r} {error}")
         hp = cls(**values)
         problems = misspelt_settings(environ) + (problems or conflicts(hp))  # conflicts need sane values
         if problems:
@@ -223,10 +200,10 @@ def parse_setting(raw: str, kind: Any, bounds: Mapping[str, float]) -> Any:
         return raw == "1" if kind is bool else raw
     try:
         value = kind(raw)
+        if kind is float and not math.isfinite(value):
+            raise ValueError
     except ValueError:
-        raise ValueError(f"must be a {'whole ' * (kind is int)}number") from None
-    if kind is float and not math.isfinite(value):
-        raise ValueError("must be finite")
+        raise ValueError(f"must be a {'whole' if kind is int else 'finite'} number") from None
     for bound, limit in bounds.items():
         holds, words = BOUNDS[bound]
         if not holds(value, limit):
@@ -244,32 +221,26 @@ def misspelt_settings(environ: Mapping[str, str]) -> list[str]:
 
 def conflicts(hp: Hyperparameters) -> list[str]:
     """Every broken rule between settings, as a message with values, rule and remedy."""
-    is_list = re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*|", hp.ve_layers) is not None
-    layers = hp.ve_layer_list if is_list else []
-    head_counts = [n for n in range(1, hp.model_dim + 1) if hp.model_dim % (2 * n) == 0 and hp.model_dim // n >= 8]
-    rotated = hp.rope_dims or hp.head_dim
-    checks = [
-        (hp.model_dim % (2 * hp.num_heads) == 0, f"MODEL_DIM={hp.model_dim} must be NUM_HEADS={hp.num_heads} times an "
-         f"even head size; NUM_HEADS that fit: {head_counts}"),
-        (hp.num_heads % hp.num_kv_heads == 0, f"NUM_KV_HEADS={hp.num_kv_heads} must divide NUM_HEADS={hp.num_heads}"),
-        (rotated % 2 == 0 and 4 <= rotated <= hp.head_dim,
-         f"ROPE_DIMS={hp.rope_dims} must be 0 or an even number from 4 to the head size {hp.head_dim}"),
-        (hp.mlp_mult * hp.model_dim >= 1, f"MLP_MULT={hp.mlp_mult} times MODEL_DIM={hp.model_dim} must be at least 1"),
-        (hp.xsa_last_n <= hp.num_layers, f"XSA_LAST_N={hp.xsa_last_n} must be at most NUM_LAYERS={hp.num_layers}"),
-        (is_list and len(set(layers)) == len(layers) and all(n < hp.num_layers for n in layers),
-         f"VE_LAYERS={hp.ve_layers!r} must be different numbers below NUM_LAYERS={hp.num_layers}; or set VE_ENABLED=0"),
-        (hp.eval_stride <= hp.eval_seq_len,
-         f"EVAL_STRIDE={hp.eval_stride} must be at most EVAL_SEQ_LEN={hp.eval_seq_len}, else tokens go unscored"),
-        (hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0, f"GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds:g} "
-         f"must be below MAX_WALLCLOCK_SECONDS={hp.max_wallclock_seconds:g}"),
-        (re.fullmatch(r"[\w.@+-]*", hp.run_id) is not None,
-         f"RUN_ID={hp.run_id!r} must be letters, digits and . _ @ + - only: it names files")]
-    return [message for holds, message in checks if not holds]
+    layers, rotated = hp.ve_layer_list, hp.rope_dims or hp.head_dim
+    fits = [n for n in range(1, hp.model_dim + 1) if hp.model_dim % (2 * n) == 0]
+    rules = [
+        ("NUM_HEADS", hp.num_heads in fits, f"must cut MODEL_DIM={hp.model_dim} into heads of even size: {fits}"),
+        ("NUM_KV_HEADS", hp.num_heads % hp.num_kv_heads == 0, f"must divide NUM_HEADS={hp.num_heads}"),
+        ("ROPE_DIMS", rotated % 2 == 0 and 4 <= rotated <= hp.head_dim,
+         f"must be 0 or an even number from 4 to the head size {hp.head_dim}"),
+        ("MLP_MULT", hp.mlp_mult * hp.model_dim >= 1, f"times MODEL_DIM={hp.model_dim} must be at least 1"),
+        ("XSA_LAST_N", hp.xsa_last_n <= hp.num_layers, f"must be at most NUM_LAYERS={hp.num_layers}"),
+        ("VE_LAYERS", re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*|", hp.ve_layers) and len({*layers}) == len(layers)
+         and max(layers, default=0) < hp.num_layers, f"must be different numbers below NUM_LAYERS={hp.num_layers}"),
+        ("EVAL_STRIDE", hp.eval_stride <= hp.eval_seq_len, f"must be at most EVAL_SEQ_LEN={hp.eval_seq_len}"),
+        ("MAX_WALLCLOCK_SECONDS", hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0,
+         f"must be over GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds}, or 0 for no cap"),
+        ("RUN_ID", re.fullmatch(r"[\w.@+-]*", hp.run_id), "names files: use letters, digits and . _ @ + - only")]
+    return [f"{name}={getattr(hp, name.lower())!r} {rule}" for name, holds, rule in rules if not holds]
 
 @dataclass(frozen=True)
 class BatchPlan:
     """How one global batch is cut: `grad_accum_steps` forwards of `micro_sequences` on each rank."""
-
     grad_accum_steps: int
     micro_sequences: int
     draw_windows: int  # windows of one loader draw, over all ranks
@@ -286,9 +257,8 @@ def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
     divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
     micro = hp.micro_batch_tokens / hp.train_seq_len if hp.micro_batch_tokens else per_rank / max(1, 8 / world_size)
     if micro not in divisors:
-        raise SetupError(f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens} does not cut TRAIN_BATCH_TOKENS="
-                         f"{hp.train_batch_tokens} evenly over {world_size} ranks; set MICRO_BATCH_TOKENS to one of "
-                         f"{[n * hp.train_seq_len for n in divisors]}")
+        raise SetupError(f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens} must cut a rank's {per_rank * hp.train_seq_len} "
+                         f"tokens; set MICRO_BATCH_TOKENS to one of {[n * hp.train_seq_len for n in divisors]}")
     accum, micro = per_rank // int(micro), int(micro)
     eval_sequences = max(1, hp.val_batch_tokens // (world_size * accum) // hp.eval_seq_len)
     return BatchPlan(accum, micro, micro * world_size, eval_sequences)
@@ -299,26 +269,21 @@ def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
 @dataclass(frozen=True)
 class World:
     """Place of this process among all ranks, and every collective the file uses; with one rank each is the identity."""
-
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     control: Any = None  # group and stream for small messages, which must not wait for queued GPU work
     control_stream: Any = None
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
+    is_main = property(lambda self: self.rank == 0)
 
     def gather(self, values: list[float]) -> list[list[float]]:
         """Every rank's numbers, in rank order, on every rank."""
         if self.size == 1:
             return [values]
         with torch.cuda.stream(self.control_stream):
-            mine = torch.tensor(values, dtype=torch.float64, device=self.device)
-            rows = [torch.empty_like(mine) for _ in range(self.size)]
-            dist.all_gather(rows, mine, group=self.control)
-            return torch.stack(rows).tolist()
+            rows = torch.tensor([values] * self.size, dtype=torch.float64, device=self.device)
+            dist.all_gather([*rows], rows[self.rank].clone(), group=self.control)
+            return rows.tolist()
 
     def fetch(self, scalar: Tensor) -> Callable[[], float]:
         """Starts copying a number to the host; the returned call waits for it, not for work queued afterwards."""
@@ -364,21 +329,18 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     name = next(n for n in present if present[n]) if wanted == "auto" else wanted
     if not present[name]:
         raise SetupError(f"DEVICE={name}, but PyTorch {torch.__version__} finds none; unset DEVICE")
-    if name != "cuda":
-        return torch.device(name)
-    if local_rank >= (count := torch.cuda.device_count()):
+    if name == "cuda" and local_rank >= (count := torch.cuda.device_count()):
         raise SetupError(f"LOCAL_RANK={local_rank}, but {count} GPUs are visible; use --nproc_per_node={count}")
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
 
 def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """Activation dtype and the reason for it."""
     if wanted != "auto":
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[wanted], f"PRECISION={wanted}"
     if device.type != "cuda":
         return torch.float32, device.type
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16, "the GPU has bf16"
-    return torch.float32, "WARNING: this GPU has no bf16: fp32 is slower and takes twice the memory"
+    return torch.float32, "WARNING: no bf16 on this GPU: slower, twice the memory"
 
 def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
     if wanted != "auto":
@@ -401,7 +363,8 @@ def join_world(hp: Hyperparameters, environ: Mapping[str, str]) -> World:
     if size > 1:
         # Half an hour: the longest wait is for rank 0's compression, measured 47 to 117 s a try, 6 tries at most.
         dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(minutes=30), device_id=gpu)
-    return World(rank, size, device, dist.new_group() if size > 1 else None, torch.cuda.Stream(gpu) if gpu else None)
+    control = dist.new_group() if size > 1 else None
+    return World(rank, size, device, control, torch.cuda.Stream(gpu) if gpu else None)
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
@@ -411,16 +374,15 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     """Peak MiB (allocated, reserved) on the GPU, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) >> 20, torch.cuda.max_memory_reserved(device) >> 20
-    try:
+    with contextlib.suppress(ImportError):  # Windows
         import resource
-    except ImportError:  # Windows
-        return 0, 0
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20,) * 2
+
+        unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20,) * 2
+    return 0, 0
 
 class Stopwatch:
     """The training clock: it counts only between start() and stop(), and only it is held against the cap."""
-
     def __init__(self) -> None:
         self._total, self._since = 0.0, None
 
@@ -437,7 +399,6 @@ class Stopwatch:
 
 class RunLog:
     """Rank 0's log: a text file in the published layout, a .jsonl of records, the console; without a folder nothing."""
-
     def __init__(self, folder: Path | None, run_id: str) -> None:
         self._files = {ending: (folder / f"{run_id}.{ending}").open("x", encoding="utf-8", buffering=1)
                        for ending in ("txt", "jsonl") if folder}
@@ -456,8 +417,7 @@ class RunLog:
             if self._files:
                 self._files[ending].write(line + "\n")
         except OSError as error:  # a full disk must not end a paid run
-            name = self._files[ending].name
-            print(f"WARNING: {name} was not written ({error}); the run goes on", file=sys.stderr)
+            print(f"WARNING: {self._files[ending].name} was not written ({error})", file=sys.stderr)
 
 def write_file(path: Path, data: bytes) -> None:
     """Writes under a temporary name, syncs and renames: a full disk never leaves half a file under `path`."""
@@ -486,22 +446,19 @@ def fetch_hint(hp: Hyperparameters) -> str:
 @dataclass(frozen=True)
 class ByteTables:
     """UTF-8 bytes of each token: `base_bytes` int16, `has_leading_space` and `is_boundary` bool, all (vocab,)."""
-
     base_bytes: np.ndarray
     has_leading_space: np.ndarray
     is_boundary: np.ndarray
 
     def count(self, tokens: np.ndarray) -> int:
         """Bytes of tokens[1:], each after its predecessor: a piece's space counts unless a boundary comes before."""
-        previous, target = tokens[:-1], tokens[1:]
-        spaces = self.has_leading_space[target] & ~self.is_boundary[previous]
-        return int(self.base_bytes[target].sum(dtype=np.int64) + spaces.sum(dtype=np.int64))
+        spaces = self.has_leading_space[tokens[1:]] & ~self.is_boundary[tokens[:-1]]
+        return int(self.base_bytes[tokens[1:]].sum(dtype=np.int64) + spaces.sum())
 
 def byte_tables(tokenizer: Any) -> ByteTables:
     """Tables of a SentencePiece processor. Raises SetupError when it has no piece for a lone space."""
     if tokenizer.piece_to_id(SPACE_MARKER) == tokenizer.unk_id():
-        raise SetupError("the tokenizer has no piece for a lone space (U+2581): spaces would count as three bytes; "
-                         "train it on text with spaces")
+        raise SetupError("the tokenizer has no piece for a lone space (U+2581); train it on text with spaces")
     ids = range(tokenizer.vocab_size())
     boundary = [tokenizer.is_control(i) or tokenizer.is_unknown(i) or tokenizer.is_unused(i) for i in ids]
     pieces = ["" if boundary[i] else "x" if tokenizer.is_byte(i) else tokenizer.id_to_piece(i) for i in ids]
@@ -519,17 +476,17 @@ def load_tokenizer(hp: Hyperparameters) -> Any:
     except (OSError, RuntimeError) as error:
         raise SetupError(f"no tokenizer at {path} ({error}); {fetch_hint(hp)}") from None
     if tokenizer.vocab_size() != hp.vocab_size:
-        raise SetupError(f"VOCAB_SIZE={hp.vocab_size}, but {path} has {tokenizer.vocab_size()} pieces: set it so")
+        raise SetupError(f"VOCAB_SIZE={hp.vocab_size} must be {tokenizer.vocab_size()}, the pieces of {path}")
     return tokenizer
 
 def shard_tokens(path: Path) -> int:
     """Token count of a shard, with header and file size checked. Raises SetupError."""
     header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
-    if len(header) < SHARD_HEADER_INTS or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
-        raise SetupError(f"{path} is no token shard: its header must be {SHARD_MAGIC}, {SHARD_VERSION}; fetch it again")
+    if len(header) < SHARD_HEADER_INTS or (*header[:2],) != (SHARD_MAGIC, SHARD_VERSION):
+        raise SetupError(f"{path} must begin with {SHARD_MAGIC}, {SHARD_VERSION} to be a shard; fetch it again")
     expected, found = SHARD_HEADER_INTS * 4 + 2 * int(header[2]), path.stat().st_size
     if expected != found:
-        raise SetupError(f"{path} announces {header[2]} tokens, so {expected} bytes, but has {found}; fetch it again")
+        raise SetupError(f"{path} must have {expected} bytes, not {found}; fetch it again")
     return int(header[2])
 
 def open_shard(path: Path) -> np.ndarray:
@@ -538,14 +495,14 @@ def open_shard(path: Path) -> np.ndarray:
     return np.memmap(path, "<u2", "r", SHARD_HEADER_INTS * 4, (count,)) if count else np.zeros(0, np.uint16)
 
 def find_shards(hp: Hyperparameters, split: str) -> list[Path]:
-    paths = [Path(p) for p in sorted(glob.glob(str(hp.dataset_dir / f"fineweb_{split}_*.bin")))]
+    paths = sorted(hp.dataset_dir.glob(f"fineweb_{split}_*.bin"))
     if not paths:
         raise SetupError(f"no {split} shards in {hp.dataset_dir}; {fetch_hint(hp)}")
     return paths
 
 def check_token_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
     if tokens.max(initial=0) >= vocab_size:
-        raise SetupError(f"{path} holds token {tokens.max()}, but VOCAB_SIZE={vocab_size}; fetch both for one variant")
+        raise SetupError(f"{path} holds token {tokens.max()}, but VOCAB_SIZE={vocab_size}; fetch both again")
 
 def check_train_shards(hp: Hyperparameters) -> list[Path]:
     """Train shards in order, with headers, sizes and the first ids of each checked. Raises SetupError."""
@@ -554,21 +511,16 @@ def check_train_shards(hp: Hyperparameters) -> list[Path]:
     for path, tokens in zip(paths, shards):
         check_token_ids(tokens[:65_536], hp.vocab_size, path)
     if (total := sum(map(len, shards))) <= hp.train_batch_tokens:
-        raise SetupError(f"{hp.dataset_dir} has {total} train tokens, a step needs one more than TRAIN_BATCH_TOKENS="
-                         f"{hp.train_batch_tokens}; fetch more shards or lower it")
+        raise SetupError(f"{total} train tokens must exceed TRAIN_BATCH_TOKENS={hp.train_batch_tokens}; fetch more")
     return paths
 
 @dataclass(frozen=True)
 class ValidationSet:
     """Tokens (uint16) to score and the bytes that their targets stand for."""
-
     tokens: np.ndarray
     target_bytes: int
     note: str  # what the number of bytes stands for
-
-    @property
-    def targets(self) -> int:
-        return len(self.tokens) - 1
+    targets = property(lambda self: len(self.tokens) - 1)
 
     def bits_per_byte(self, mean_loss: float) -> float:
         """Mean nats per target token -> bits per byte."""
@@ -581,27 +533,24 @@ def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
     check_token_ids(tokens, hp.vocab_size, hp.dataset_dir)
     entry = manifest_entry(hp)
     count = sidecar_count(hp, entry, paths, len(tokens)) if hp.transform else tables.count
-    whole = {"docs_val": int((tokens == BOS_ID).sum()), "tokens_val": len(tokens),
-             "bytes_val_normalised": count(tokens)}
+    docs = int((tokens == BOS_ID).sum())
+    whole = {"docs_val": docs, "tokens_val": len(tokens), "bytes_val_normalised": count(tokens)}
     verdict = check_manifest(hp, entry, whole)
     used = (len(tokens) - 1) // hp.eval_seq_len * hp.eval_seq_len + 1
     if used < 2:
-        raise SetupError(f"{hp.dataset_dir} has {len(tokens)} validation tokens, a sequence needs one more than "
-                         f"EVAL_SEQ_LEN={hp.eval_seq_len}; fetch the whole split")
+        raise SetupError(f"{len(tokens)} val tokens must exceed EVAL_SEQ_LEN={hp.eval_seq_len}; fetch more")
     note = f"normalised text; {len(tokens) - used} tail tokens not scored; {verdict}"
     return ValidationSet(tokens[:used], count(tokens[:used]), note)
 
-def sidecar_count(hp: Hyperparameters, entry: dict[str, Any], paths: list[Path],
-                  n: int) -> Callable[[np.ndarray], int]:
+def sidecar_count(hp: Hyperparameters, entry: dict, paths: list[Path], n: int) -> Callable[[np.ndarray], int]:
     """Bytes of the original text behind the first tokens, from the files beside the shards. Raises SetupError."""
     sidecar = entry.get("bytes_sidecar") or {}
     files = [path.with_suffix(sidecar.get("suffix", ".bytes")) for path in paths]
     if not sidecar or not all(file.is_file() for file in files):
-        raise SetupError(f"TRANSFORM={hp.transform} needs manifest.json and a .bytes file beside each val shard in "
-                         f"{hp.dataset_dir}: they count the bytes of the original text")
+        raise SetupError(f"TRANSFORM={hp.transform} needs manifest.json and a .bytes file beside each val shard")
     sizes = np.concatenate([np.fromfile(file, np.dtype(sidecar["dtype"]).newbyteorder("<")) for file in files])
     if len(sizes) != n:
-        raise SetupError(f"{hp.dataset_dir}: {n} val tokens, but the .bytes files have {len(sizes)}; fetch both again")
+        raise SetupError(f"{n} val tokens, but {len(sizes)} in the .bytes files beside them; fetch both again")
     return lambda tokens: int(sizes[1:len(tokens)].sum(dtype=np.int64))
 
 def manifest_entry(hp: Hyperparameters) -> dict[str, Any]:
@@ -617,29 +566,19 @@ def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, 
     """The whole validation split against the manifest, in words. Raises SetupError: such a score compares with none."""
     stats, splits = entry.get("stats") or {}, entry.get("splits") or {}
     if wrong := [f"{name} {stats[name]}, found {n}" for name, n in whole.items() if stats.get(name, n) != n]:
-        raise SetupError(f"{hp.dataset_dir} does not match manifest.json ({'; '.join(wrong)}): no comparable score; "
-                         f"{fetch_hint(hp)}")
+        raise SetupError(f"{hp.dataset_dir} is not that of manifest.json ({'; '.join(wrong)}); {fetch_hint(hp)}")
     if {"val", "train"} <= set(splits):
         (a, b), (c, d) = ((splits[split]["first_doc"], splits[split]["last_doc"]) for split in ("val", "train"))
         if a <= d and c <= b:
-            raise SetupError(f"manifest.json: val documents {a} to {b} and train documents {c} to {d} overlap, so "
-                             "scored text would be trained on; export again with the official split")
+            raise SetupError(f"val documents {a} to {b} and train documents {c} to {d} overlap; export them again")
     note = "whole split: " + ", ".join(f"{count} {name}" for name, count in whole.items())
     note += f", {stats['bytes_val_source']} source bytes" if "bytes_val_source" in stats else ""
-    known = "yes" if set(whole) <= set(stats) else "as far as it says" if set(whole) & set(stats) else "it says nothing"
+    known = "yes" if {*whole} <= {*stats} else "as far as it says" if {*whole} & {*stats} else "it says nothing"
     return f"{note}; matches manifest: {known}" + "; UNOFFICIAL SPLIT" * bool(entry.get("unofficial_split"))
-
-def path_seed(paths: Iterable[str]) -> int:
-    """FNV-style 64-bit fold over the bytes of all paths: the data order depends on names alone."""
-    seed = 0
-    for byte in "".join(paths).encode("utf-8"):
-        seed = ((seed ^ byte) * 1099511628211) % 2**64
-    return seed
 
 @dataclass
 class ShardCursor:
     """A walk over a shard's blocks: phase + seq_len * ((start + i * stride) mod blocks), stride coprime with blocks."""
-
     phase: int
     blocks: int
     start: int
@@ -662,13 +601,7 @@ class ShardCursor:
         return self.phase + seq_len * block
 
 class CoprimeLoader:
-    """The recipe's data order: each draw mixes windows of many shards for one micro-batch of all ranks.
-
-    Every rank draws the same windows and takes each `world_size`-th one. A new loader repeats the stream.
-    """
-
-    FULL_MIX_DRAWS = 1800  # draws until shards are weighted evenly and mixed widely
-
+    """The recipe's data order, alike on all ranks and in each new loader: each draw mixes windows of many shards."""
     def __init__(self, paths: list[Path], seq_len: int, draw_windows: int, rank: int = 0, world_size: int = 1,
                  vocab_size: int = 65536) -> None:
         self.paths, self.seq_len, self.draw_windows, self.vocab_size = paths, seq_len, draw_windows, vocab_size
@@ -676,16 +609,19 @@ class CoprimeLoader:
         self.tokens = [open_shard(path) for path in paths]
         self.shards = [i for i, tokens in enumerate(self.tokens) if len(tokens) > seq_len]
         if not self.shards:
-            raise SetupError(f"no train shard in {paths[0].parent} has more than TRAIN_SEQ_LEN={seq_len} tokens; fetch "
-                             "more data or lower it")
+            raise SetupError(f"no train shard has more than TRAIN_SEQ_LEN={seq_len} tokens; fetch more or lower it")
         self.cursors: dict[int, ShardCursor] = {}
-        self.rng = np.random.Generator(np.random.PCG64(path_seed(str(p) for p in paths)))
+        # FNV-style 64-bit fold over the bytes of all paths: the data order depends on names alone
+        seed = reduce(lambda fold, byte: (fold ^ byte) * 1099511628211 % 2**64, "".join(map(str, paths)).encode(), 0)
+        self.rng = np.random.Generator(np.random.PCG64(seed))
 
     def next_windows(self) -> list[tuple[int, int]]:
         """(shard, first token) of all ranks' windows of the next draw."""
-        progress = min(self.draws / self.FULL_MIX_DRAWS, 1.0)
+        progress = min(self.draws / 1800, 1.0)  # over these draws, more even weights and a wider mix
         self.draws += 1
-        weights = np.array([self._blocks_left(i) for i in self.shards], np.float64) ** (0.90 - 0.40 * progress)
+        left = [max(1, cursor.blocks - cursor.taken) if (cursor := self.cursors.get(i))
+                else (len(self.tokens[i]) - 1) // self.seq_len for i in self.shards]  # blocks
+        weights = np.array(left, np.float64) ** (0.90 - 0.40 * progress)
         p = weights / weights.sum()
         low, high = (min(max(least, each * self.world_size), len(self.shards), self.draw_windows)
                      for least, each in ((8, 1), (32, 8)))
@@ -704,14 +640,9 @@ class CoprimeLoader:
         """This rank's inputs and targets of the next draw, int64, each (draw_windows / world_size, seq_len)."""
         mine = self.next_windows()[self.rank::self.world_size]
         rows = np.stack([self.tokens[shard][start:start + self.seq_len + 1] for shard, start in mine])
-        largest = mine[int(rows.max(axis=1).argmax())][0]
-        check_token_ids(rows, self.vocab_size, self.paths[largest])
+        check_token_ids(rows, self.vocab_size, self.paths[mine[int(rows.max(axis=1).argmax())][0]])
         rows = rows.astype(np.int64)
         return rows[:, :-1], rows[:, 1:]
-
-    def _blocks_left(self, shard: int) -> int:
-        cursor = self.cursors.get(shard)
-        return max(1, cursor.blocks - cursor.taken) if cursor else (len(self.tokens[shard]) - 1) // self.seq_len
 
     def _take(self, shard: int, count: int) -> list[tuple[int, int]]:
         windows = []
@@ -724,14 +655,11 @@ class CoprimeLoader:
 
 class Prefetcher:
     """Reads a loader ahead in a thread. Each batch has its own pinned memory, so none is overwritten in flight."""
-
-    DEPTH = 3  # batches read ahead
-
     def __init__(self, loader: CoprimeLoader, device: torch.device, clock: Stopwatch) -> None:
         self.loader, self.device, self.clock = loader, device, clock
         self.last_read_seconds = self.wait_seconds = 0.0
         self._thread = ThreadPoolExecutor(1)
-        self._ahead = deque(self._thread.submit(self._read) for _ in range(self.DEPTH))
+        self._ahead = deque(self._thread.submit(self._read) for _ in range(3))  # batches read ahead
 
     def _read(self) -> list[Tensor]:
         batch = [torch.from_numpy(np.ascontiguousarray(part)) for part in self.loader.next_batch()]
@@ -1596,7 +1524,6 @@ class Gradients:
 
 class Trainer:
     """The loop: warm-up whose effect is undone, then steps until the cap or the last iteration."""
-
     def __init__(self, model: GPT, evaluator: Evaluator, train_paths: list[Path], log: RunLog,
                  orthogonalize: Orthogonalizer) -> None:
         self.model, self.hp, self.train_paths, self.evaluator, self.log = model, model.hp, train_paths, evaluator, log
@@ -1611,7 +1538,6 @@ class Trainer:
         self.run_micro_batch = self.micro_batch
 
     def open_data(self) -> contextlib.closing[Prefetcher]:
-        """A new reader at the beginning of the training stream."""
         loader = CoprimeLoader(self.train_paths, self.hp.train_seq_len, self.plan.draw_windows, self.world.rank,
                                self.world.size, self.hp.vocab_size)
         return contextlib.closing(Prefetcher(loader, self.world.device, self.clock))
@@ -1628,12 +1554,17 @@ class Trainer:
         self.last_read_seconds = data.last_read_seconds
 
     def step(self, data: Prefetcher, step: int, factor: float) -> Callable[[], float]:
+<<<<<<< HEAD
         """Queues one optimizer step; the returned call waits for the mean loss of this rank's micro-batches.
 
         It does not wait for the optimizers, so that the next step can be queued meanwhile.
         """
         self.gradients.zero()
         self.loss.zero_()
+=======
+        """Queues one optimizer step; the returned call waits for this rank's mean loss, not for the optimizers."""
+        total = torch.zeros((), device=self.world.device)
+>>>>>>> trim
         for _ in range(self.plan.grad_accum_steps):
             inputs, targets = data.next()
             self.inputs.copy_(inputs)
@@ -1644,6 +1575,10 @@ class Trainer:
         if self.hp.grad_clip_norm > 0:
             self.gradients.clip(self.hp.grad_clip_norm)
         self.optimizers.step(factor, muon_momentum(step, self.hp))
+<<<<<<< HEAD
+=======
+        self.model.zero_grad()
+>>>>>>> trim
         return mean_loss
 
     def micro_batch(self) -> None:
@@ -1678,8 +1613,7 @@ class Trainer:
 
     def fit(self) -> EMA:
         """Trains; returns the averaged weights. The clock holds everything but validation."""
-        hp, cap, seconds = self.hp, self.hp.train_cap_seconds, 0.0
-        ema = EMA(self.model, hp.ema_decay)
+        hp, cap, seconds, ema = self.hp, self.hp.train_cap_seconds, 0.0, EMA(self.model, self.hp.ema_decay)
         log_validation(self.log, hp, 0, self.evaluator.full())
         bar = tqdm(range(hp.iterations), "training", leave=False, disable=None if self.world.is_main else True)
         with bar, self.on_the_clock() as data:
@@ -1705,8 +1639,7 @@ class Trainer:
         value = loss()
         seconds, losses = zip(*self.world.gather([self.clock.seconds, value]))
         if broken := [rank for rank, loss_here in enumerate(losses) if not math.isfinite(loss_here)]:
-            raise DivergedError(f"loss not finite at {where} on ranks {broken}; lower MATRIX_LR, TIED_EMBED_LR or "
-                                "SCALAR_LR, or set GRAD_CLIP_NORM")
+            raise DivergedError(f"loss not finite at {where} on ranks {broken}; lower MATRIX_LR or TIED_EMBED_LR")
         return max(seconds), sum(losses) / len(losses)
 
     def _log_step(self, loss: float, seconds: float, factor: float, data: Prefetcher) -> None:
@@ -1727,8 +1660,8 @@ class Trainer:
         warning = " WARNING: over 2%: the disk or the CPU is too slow" * (waited > 0.02 * seconds)
         self.log(f"loader_wait: {waited:.2f}s ({waited / seconds:.1%} of training){warning}")
         if step * (1 - hp.ema_decay) < 5:
-            self.log(f"WARNING: {step} steps are few for EMA_DECAY={hp.ema_decay}: the averaged weights still hold "
-                     f"{hp.ema_decay ** step:.0%} of the initial ones; lower EMA_DECAY for short runs")
+            share = f"{hp.ema_decay ** step:.0%} initial weights"
+            self.log(f"WARNING: EMA_DECAY={hp.ema_decay} averages {share} after only {step} steps; lower it")
 
 def log_validation(log: RunLog, hp: Hyperparameters, step: int, score: Score) -> None:
     log(f"{step}/{hp.iterations} val_loss: {score.val_loss:.4f} val_bpb: {score.val_bpb:.4f}")
@@ -1997,15 +1930,17 @@ def byte_unshuffle(data: bytes) -> bytes:
     head = len(SHUFFLE_MAGIC)
     if not data.startswith(SHUFFLE_MAGIC) or len(data) == head:
         return data
-    stride, body, at = data[head], data[head + 1:], 0
+    stride, body = data[head], data[head + 1:]
     if stride == 0:
         raise ArtifactError("byte shuffle with stride 0: the artifact is damaged")
     out = bytearray(len(body))
     for i in range(stride):
         count = len(out[i::stride])
-        out[i::stride] = body[at:at + count]
-        at += count
+        out[i::stride], body = body[:count], body[count:]
     return bytes(out)
+
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 def import_brotli() -> Any:
     """The module, which only its users need. Raises SetupError."""
@@ -2043,14 +1978,12 @@ def unpack_artifact(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raw.seek(0)
         content = torch.load(raw, map_location="cpu", weights_only=True)
         tensors, meta = dict(content["w"]), dict(content["m"])
-        if not all(isinstance(t, Tensor) and t.layout == torch.strided for t in tensors.values()):
-            raise TypeError("w must hold plain tensors")
-        if not all(isinstance(name, str) for name in (*tensors, *meta)):
-            raise TypeError("names must be text")
+        plain = all(isinstance(t, Tensor) and t.layout == torch.strided for t in tensors.values())
+        if not plain or not all(isinstance(name, str) for name in (*tensors, *meta)):
+            raise TypeError("w must hold plain tensors, all names must be text")
         return tensors, meta
     except Exception as error:  # noqa: BLE001 - a damaged zip or pickle fails in many ways, which mean the same
-        message = str(error).partition("\n")[0]
-        raise ArtifactError(f"its content is no torch.save of w and m ({type(error).__name__}: {message})") from None
+        raise ArtifactError(f"its content is damaged ({type(error).__name__}: {first_line(error)})") from None
 
 def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights with the names, shapes and dtypes of `like`. Raises ArtifactError when they belong to another model."""
@@ -2059,13 +1992,11 @@ def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[s
         raise ArtifactError(f"it belongs to another model, {names[:3]} are not in both; {remedy}")
     state = {}
     for name, target in like.items():
-        shape, parts = target.shape, {name: target.shape}
-        if not isinstance(meta[name], str):
-            parts = {f"{name}.q": shape, f"{name}.scale": shape[:1]}
+        whole, shape = isinstance(meta[name], str), target.shape
+        parts = {name: shape} if whole else {f"{name}.q": shape, f"{name}.scale": shape[:1]}
         for part, needed in parts.items():
-            if part not in tensors or tensors[part].shape != needed:
-                found = tuple(tensors[part].shape) if part in tensors else "nothing"
-                raise ArtifactError(f"{part} has shape {found}, this model needs {tuple(needed)}; {remedy}")
+            if (found := tensors[part].shape if part in tensors else None) != needed:
+                raise ArtifactError(f"{part} has shape {found}, this model needs {needed}; {remedy}")
         value, *scale = (tensors[part].float() for part in parts)
         value = value * scale[0][:, None] if scale else value
         if not bool(value.isfinite().all()):
@@ -2079,10 +2010,7 @@ def load_weights(model: GPT, state: Mapping[str, Tensor]) -> None:
     for name, tensor in model.state_dict().items():
         tensor.copy_(state[name])
 
-def estimate_artifact_bytes(model: GPT) -> int:
-    """Rough size before training, from the bytes per weight of published runs of this recipe (0.42 int6, 0.88 int8)."""
-    per_weight = {"int6": 0.42, "int8": 0.88, "passthrough": 1.8, "passthrough_ctrl": 3.6}
-    return int(sum(t.numel() * per_weight[storage_class(n, t, model.hp)] for n, t in model.state_dict().items()))
+BYTES_PER_WEIGHT = {"int6": 0.42, "int8": 0.88, "passthrough": 1.8, "passthrough_ctrl": 3.6}  # in published runs
 
 
 # ---- Run: from settings to a scored artifact -------------------------------------------------------------------------
@@ -2095,7 +2023,6 @@ SUMMARY_FORMATS = {
 
 class Run:
     """One run on one rank: checks first, then train, write, re-read and score, then the summary."""
-
     def __init__(self, hp: Hyperparameters, environ: Mapping[str, str]) -> None:
         self.began, self.hp, self.source = time.perf_counter(), hp, Path(__file__).read_bytes()
         self.run_id, self.output = hp.run_id or str(uuid.uuid4()), Path(hp.output_dir)
@@ -2111,7 +2038,8 @@ class Run:
         self.world = join_world(hp, environ)
         torch.set_float32_matmul_precision("high")  # TF32 for fp32 products
         dtype, dtype_reason = choose_dtype(hp.precision, self.world.device)
-        self.compiled, compile_reason = choose_compile(hp.compile, self.world.device)
+        compiled, why = choose_compile(hp.compile, self.world.device)
+        self.compile = partial(torch.compile, dynamic=False, fullgraph=True) if compiled else lambda function: function
         attend, attention = choose_attention(hp, self.world.device, dtype)
         ops, kernels = choose_operations(hp, attend, self.world.device, dtype)
         self.model = build_model(hp, ops, self.world.device, dtype)
@@ -2121,14 +2049,13 @@ class Run:
         self.evaluator = Evaluator(hp, self.plan, self.world, self.val, self.compile(self.model))
         self.log = self.open_log()
         self.log_head()
+<<<<<<< HEAD
         self.log_choices(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, kernels, compile_reason)
+=======
+        self.log_choices(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, f"{int(compiled)} ({why})")
+>>>>>>> trim
         for name in sorted(set(IGNORED_SETTINGS) & set(environ)):
             self.log(f"WARNING: {name} is set, but nothing reads it; the published script ignores it too")
-
-    def compile(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return torch.compile(function, dynamic=False, fullgraph=True) if self.compiled else function
-
-    # the log's head
 
     def open_log(self) -> RunLog:
         """Rank 0 proves that it can write where it must and opens the log; a failure reaches every rank."""
@@ -2167,15 +2094,24 @@ class Run:
         self.log("\n".join(lines), console=False)
         self.log.record("settings", **texts)
 
+<<<<<<< HEAD
     def log_choices(self, dtype: str, attention: str, kernels: str, compile_reason: str) -> None:
         """What the run found and chose."""
+=======
+    def log_choices(self, dtype: str, attention: str, compile: str) -> None:
+>>>>>>> trim
         hp, world, plan = self.hp, self.world, self.plan
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-        estimate = estimate_artifact_bytes(self.model) + len(self.source)
+        estimate = len(self.source) + sum(
+            t.numel() * BYTES_PER_WEIGHT[storage_class(name, t, hp)] for name, t in self.model.state_dict().items())
         self.log(f"""machine: {world.size} x {device}, PyTorch {torch.__version__}, {dtype}
 attention: {attention}
+<<<<<<< HEAD
 kernels: {kernels}
 compile: {int(self.compiled)} ({compile_reason})
+=======
+compile: {compile}
+>>>>>>> trim
 train_shards: {len(self.train_paths)}
 val_tokens: {self.val.targets}
 val_bytes: {self.val.target_bytes} ({self.val.note})
@@ -2186,17 +2122,6 @@ model_params:{self.parameters}
 artifact estimate: {estimate / 1e6:.1f} MB of {SIZE_CAP_BYTES / 1e6:.1f} (weight decay decides)
 sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
 
-    # phases
-
-    def execute(self) -> None:
-        """The whole run. Raises RunError for everything that a user can cause or must know."""
-        if not self.hp.eval_only:
-            self.train()
-        self.score()
-        self.summarize()
-        if self.failure:
-            raise self.failure
-
     def train(self) -> None:
         """Training, Hessians, quantisation; ends with the artifact on disk, before anything of it is evaluated."""
         hp = self.hp
@@ -2206,10 +2131,9 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         try:
             trainer.warm_up()
         except torch.OutOfMemoryError as error:
-            micro, message = self.plan.micro_sequences, str(error).partition("\n")[0]
+            micro = self.plan.micro_sequences
             fits = [n * hp.train_seq_len for n in range(1, micro) if micro % n == 0]
-            raise SetupError(f"{micro * hp.train_seq_len} tokens at once do not fit into the GPU's memory ({message}); "
-                             f"set MICRO_BATCH_TOKENS to one of {fits}") from None
+            raise SetupError(f"{first_line(error)}; set MICRO_BATCH_TOKENS to one of {fits}") from None
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
         self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step, with compile and warm-up")
@@ -2221,13 +2145,22 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         tokens = trainer.steps_done * hp.train_batch_tokens
         self.results |= {"train_seconds": train_seconds + hessian_seconds, "hessian_seconds": hessian_seconds,
                          "steps": trainer.steps_done, "tokens": tokens, "tokens_per_second": tokens / train_seconds}
-        self.check_clock(trainer)
+        cap, last = hp.max_wallclock_seconds, max(self.world.gather([trainer.last_read_seconds]))[0]
+        self.log(f"training data last read at {last:.1f}s of the clock, {f'cap {cap:.1f}s' if cap > 0 else 'no cap'}")
+        self.results["train_data_last_read_seconds"] = last
+        if 0 < cap < last:
+            self.failure = ClockError(f"data read at {last:.1f}s, past the cap of {cap}s; raise GPTQ_RESERVE_SECONDS")
 
     def write_artifact(self, trainer: Trainer) -> float:
         """All ranks collect Hessians on the clock and quantise; rank 0 writes the averaged weights and the artifact."""
-        before, hessians = trainer.clock.seconds, {}
+        before, hessians, checkpoint = trainer.clock.seconds, {}, io.BytesIO()
         if self.world.is_main:
-            self.write_checkpoint()
+            torch.save({name: t.cpu() for name, t in self.model.state_dict().items()}, checkpoint)
+            try:
+                write_file(self.output / "final_model.pt", checkpoint.getvalue())
+                self.log(f"Serialized model: {len(checkpoint.getvalue())} bytes")
+            except OSError as error:  # a disk too full for it must not cost the artifact
+                self.log(f"WARNING: final_model.pt was not written ({error})")
         self.log(f"Code size: {len(self.source)} bytes")
         if self.hp.gptq_enabled:
             with trainer.on_the_clock() as data:
@@ -2235,21 +2168,11 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         self.write_quantized(hessians)
         return self.world.broadcast_object(trainer.clock.seconds - before)
 
-    def write_checkpoint(self) -> None:
-        """The averaged weights as they are; a disk too full for them must not cost the artifact."""
-        buffer = io.BytesIO()
-        torch.save({name: t.cpu() for name, t in self.model.state_dict().items()}, buffer)
-        try:
-            write_file(self.output / "final_model.pt", buffer.getvalue())
-            self.log(f"Serialized model: {len(buffer.getvalue())} bytes")
-        except OSError as error:
-            self.log(f"WARNING: final_model.pt was not written ({error}); the run goes on")
-
     def write_quantized(self, hessians: dict[str, Tensor]) -> None:
         quantized, data = self.quantize_to_fit(hessians)
         if self.hp.gptq_enabled:
-            self.log(f"GPTQ quantization: {len(quantized.gptq)} layers with full GPTQ, {len(quantized.fallback)} "
-                     "fallback to clip-search")
+            done, left = len(quantized.gptq), len(quantized.fallback)
+            self.log(f"GPTQ quantization: {done} layers with full GPTQ, {left} fallback to clip-search")
         for what, names in (("needed more damping", quantized.damped), ("got plain row search", quantized.fallback)):
             if names:
                 self.log(f"WARNING: {len(names)} Hessians did not factor and {what}: {', '.join(names)}")
@@ -2263,18 +2186,14 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
                  f"Total submission size {label}: {size + len(self.source)} bytes")
 
     def quantize_to_fit(self, hessians: dict[str, Tensor]) -> tuple[Quantized, bytes]:
-        """Quantises and packs; while over TARGET_TOTAL_BYTES, again with coarser int6 scales, the same on every run.
-
-        Doubling the scales saves about a bit per int6 weight. A margin and a second try cover what it saves less.
-        """
+        """Quantises and packs; while over TARGET_TOTAL_BYTES, again with coarser int6 scales, the same on every run."""
         coarseness, target = 1.0, self.hp.target_total_bytes
         for _ in range(6):
             began = time.perf_counter()
             quantized = quantize_state(self.model.state_dict(), hessians, self.hp, coarseness, self.world)
             packing = time.perf_counter()
             if not all(bool(t.isfinite().all()) for t in quantized.tensors.values()):
-                raise DivergedError("the averaged weights are not finite or too large for fp16 scales; lower MATRIX_LR "
-                                    "or TIED_EMBED_LR")
+                raise DivergedError("weights not finite or too large for fp16; lower MATRIX_LR or TIED_EMBED_LR")
             data = pack_artifact(quantized, self.hp.compressor) if self.world.is_main else b""
             self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s")
             self.results["int6_scale_factor"] = coarseness
@@ -2282,19 +2201,10 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             codes = sum(t.numel() for name, t in quantized.tensors.items() if name.endswith(".q"))
             if not 0 < target < total or not codes:
                 break
+            # Doubling the scales saves about a bit per int6 weight; a margin and more tries cover what it saves less.
             coarseness *= 2 ** (8 * (1.1 * (total - target) + 2000) / codes)
-            self.log(f"WARNING: {total} bytes are over TARGET_TOTAL_BYTES={target}: quantised again with int6 scales "
-                     f"times {coarseness:.4f}")
+            self.log(f"WARNING: {total} is over TARGET_TOTAL_BYTES={target}; again with scales x {coarseness:.4f}")
         return quantized, data
-
-    def check_clock(self, trainer: Trainer) -> None:
-        """States when training data was last read, and fails the run if that was past the cap."""
-        cap, last = self.hp.max_wallclock_seconds, max(self.world.gather([trainer.last_read_seconds]))[0]
-        self.log(f"training data last read at {last:.1f}s of the clock, {f'cap {cap:.1f}s' if cap > 0 else 'no cap'}")
-        self.results["train_data_last_read_seconds"] = last
-        if 0 < cap < last:
-            self.failure = ClockError(f"training data was read at {last:.1f}s, past the cap of {cap:.1f}s: the result "
-                                      "does not count; raise GPTQ_RESERVE_SECONDS")
 
     def score(self) -> None:
         """Scores raw and averaged weights when there was training, then the artifact re-read from disk."""
@@ -2312,7 +2222,7 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         seconds = time.perf_counter() - began
         self.results |= {"val_bpb": final.val_bpb, "val_loss": final.val_loss, "eval_seconds": seconds}
         if seconds > 0.8 * EVAL_CAP_SECONDS:
-            self.log(f"WARNING: evaluation took {seconds:.0f}s of the {EVAL_CAP_SECONDS}s that the challenge allows")
+            self.log(f"WARNING: evaluation took {seconds:.0f}s of the allowed {EVAL_CAP_SECONDS}s")
 
     def evaluate(self, label: str, key: str, evaluation: Callable[[], Score]) -> Score:
         score = evaluation()
@@ -2329,13 +2239,12 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             load_weights(self.model, dequantize(*unpack_artifact(data), self.model.state_dict()))
         except ArtifactError as error:
             raise ArtifactError(f"{path} cannot be scored: {error}") from None
-        code, total = len(self.source), len(data) + len(self.source)
-        self.results |= {"code_bytes": code, "model_bytes": len(data), "total_bytes": total,
-                         "headroom_bytes": SIZE_CAP_BYTES - total}
-        if total > SIZE_CAP_BYTES:
-            self.failure = self.failure or OversizeError(
-                f"{code} code + {len(data)} model bytes are {total - SIZE_CAP_BYTES} over the cap of {SIZE_CAP_BYTES}; "
-                "the files are kept; raise MUON_WD and EMBED_WD or make the model smaller")
+        code, model = len(self.source), len(data)
+        headroom = SIZE_CAP_BYTES - code - model
+        self.results |= {"code_bytes": code, "model_bytes": model, "total_bytes": code + model}
+        self.results["headroom_bytes"] = headroom
+        if headroom < 0 and not self.failure:
+            self.failure = OversizeError(f"{-headroom} bytes over the cap of {SIZE_CAP_BYTES}; raise MUON_WD, EMBED_WD")
 
     def summarize(self) -> None:
         """The block of `key: value` lines at column 0 that tools read."""
@@ -2351,17 +2260,13 @@ def gpu_report() -> str:
     done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False, timeout=60)
     return done.stdout or done.stderr
 
-def settings_help() -> str:
-    hints = get_type_hints(Hyperparameters)
-    lines = ["settings (environment variables; switches are 0 or 1):"]
-    for item in fields(Hyperparameters):
-        choices = f" [{'|'.join(choices)}]" if (choices := get_args(hints[item.name])) else ""
-        lines.append(f"  {item.name.upper()}={format_setting(item.default)}\n      {item.metadata['help']}{choices}")
-    return "\n".join(lines)
-
 def main() -> int:
     """Runs the command line; the exit code, or, with several ranks, the end of the process."""
-    parser = argparse.ArgumentParser(description=__doc__, epilog=f"{settings_help()}\n\n{EXIT_CODES}",
+    text, hints = "settings (environment variables; switches are 0 or 1):\n", get_type_hints(Hyperparameters)
+    for item in fields(Hyperparameters):
+        choices = f" [{'|'.join(choices)}]" if (choices := get_args(hints[item.name])) else ""
+        text += f"  {item.name.upper()}={format_setting(item.default)}\n      {item.metadata['help']}{choices}\n"
+    parser = argparse.ArgumentParser(description=__doc__, epilog=f"{text}\n{EXIT_CODES}",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print-config", action="store_true", help="print the effective settings and stop")
     args = parser.parse_args()
@@ -2371,7 +2276,13 @@ def main() -> int:
         if args.print_config:
             print("\n".join(f"{name}: {format_setting(value)}" for name, value in asdict(hp).items()))
         else:
-            Run(hp, os.environ).execute()
+            run = Run(hp, os.environ)
+            if not hp.eval_only:
+                run.train()
+            run.score()
+            run.summarize()
+            if run.failure:
+                raise run.failure
     except (RunError, OSError) as error:  # what the user or the machine caused: one line, no traceback
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(2)  # if rank 0 fails too, torchrun ends this process meanwhile and the message comes once
