@@ -12,11 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-<<<<<<< HEAD
 import functools
-import glob
-=======
->>>>>>> trim
 import hashlib
 import io
 import json
@@ -973,7 +969,7 @@ def head_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tenso
 @jit
 def losses_kernel(logits_ptr, targets_ptr, losses_ptr, vocab, cap: tl.constexpr, gradient: tl.constexpr,
                   width: tl.constexpr):
-    """A row's loss. With `gradient` the loss's gradient takes the row's place, so that logits are never stored twice."""
+    """A row's loss. With `gradient` the loss's gradient takes the row's place: logits are never stored twice."""
     row, column = tl.program_id(0), tl.arange(0, width)
     at, inside = logits_ptr + row.to(tl.int64) * vocab + column, column < vocab
     z = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -1131,11 +1127,10 @@ class Block(nn.Module):
         self.attn = SelfAttention(hp, ops, use_xsa=layer >= hp.num_layers - hp.xsa_last_n)
         self.mlp = MLP(hp, ops)
 
-    def forward(self, x: Tensor, x0: Tensor, rope: tuple[Tensor, Tensor], value: Tensor | None,
+    def forward(self, terms: list[tuple[Tensor, Tensor]], rope: tuple[Tensor, Tensor], value: Tensor | None,
                 first: int = 0) -> Tensor:
-        """x, x0 (B, T, model_dim) -> the same from position `first` on."""
-        mix = self.resid_mix.to(x.dtype)
-        x = mix[0] * x + mix[1] * x0
+        """(tensor (B, T, model_dim), factor (model_dim)) to add up -> (B, T - first, model_dim)."""
+        x = sum(factor.to(tensor.dtype) * tensor for tensor, factor in terms)
         x = x[:, first:] + self.attn(rms_norm(x) * self.norm_scale, rope, value, self.attn_scale, first)
         return x + self.mlp(rms_norm(x) * self.norm_scale, self.mlp_scale)
 
@@ -1182,9 +1177,11 @@ class GPT(nn.Module):
         values = self._values(ids)
         skips = []
         for layer, block in enumerate(self.blocks):
+            keep, add = block.resid_mix
+            terms = [(x, keep), (x0, add)]
             if layer >= self.encoder_layers and skips:
-                x = self._add_skip(layer - self.encoder_layers, x, skips.pop())
-            x = block(x, x0, rope, values.get(layer), first if layer == len(self.blocks) - 1 else 0)
+                terms = [*self._with_skip(layer - self.encoder_layers, x, skips.pop(), keep), (x0, add)]
+            x = block(terms, rope, values.get(layer), first if layer == len(self.blocks) - 1 else 0)
             if layer < self.encoder_layers:
                 skips.append(x)
         return rms_norm(x)
@@ -1208,11 +1205,15 @@ class GPT(nn.Module):
         scales = zip(self.hp.ve_layer_list, self.ve_layer_scales)
         return {layer: shared * scale.to(shared.dtype) for layer, scale in scales}
 
-    def _add_skip(self, i: int, x: Tensor, skip: Tensor) -> Tensor:
-        skip = self.skip_weights[i].to(x.dtype) * skip
+    def _with_skip(self, i: int, x: Tensor, skip: Tensor, keep: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Terms of keep * lerp(weight * skip, x, sigmoid(gate)), or of keep * (x + weight * skip) without gates.
+
+        Folded factors need three sums over all tokens for their gradients, the nested products would need four.
+        """
         if self.skip_gates is None:
-            return x + skip
-        return torch.lerp(skip, x, torch.sigmoid(self.skip_gates[i].to(x.dtype)))
+            return [(x, keep), (skip, keep * self.skip_weights[i])]
+        gate = torch.sigmoid(self.skip_gates[i])
+        return [(x, keep * gate), (skip, keep * (1 - gate) * self.skip_weights[i])]
 
 CONSTANT_INITS = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": 1.0, "skip_gates": 0.0, "ve_shared.scale": 0.1,
                   "ve_layer_scales": 1.0}
@@ -1554,17 +1555,9 @@ class Trainer:
         self.last_read_seconds = data.last_read_seconds
 
     def step(self, data: Prefetcher, step: int, factor: float) -> Callable[[], float]:
-<<<<<<< HEAD
-        """Queues one optimizer step; the returned call waits for the mean loss of this rank's micro-batches.
-
-        It does not wait for the optimizers, so that the next step can be queued meanwhile.
-        """
+        """Queues one optimizer step; the returned call waits for this rank's mean loss, not for the optimizers."""
         self.gradients.zero()
         self.loss.zero_()
-=======
-        """Queues one optimizer step; the returned call waits for this rank's mean loss, not for the optimizers."""
-        total = torch.zeros((), device=self.world.device)
->>>>>>> trim
         for _ in range(self.plan.grad_accum_steps):
             inputs, targets = data.next()
             self.inputs.copy_(inputs)
@@ -1575,10 +1568,6 @@ class Trainer:
         if self.hp.grad_clip_norm > 0:
             self.gradients.clip(self.hp.grad_clip_norm)
         self.optimizers.step(factor, muon_momentum(step, self.hp))
-<<<<<<< HEAD
-=======
-        self.model.zero_grad()
->>>>>>> trim
         return mean_loss
 
     def micro_batch(self) -> None:
@@ -2049,11 +2038,8 @@ class Run:
         self.evaluator = Evaluator(hp, self.plan, self.world, self.val, self.compile(self.model))
         self.log = self.open_log()
         self.log_head()
-<<<<<<< HEAD
-        self.log_choices(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, kernels, compile_reason)
-=======
-        self.log_choices(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, f"{int(compiled)} ({why})")
->>>>>>> trim
+        self.log_choices(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, kernels,
+                         f"{int(compiled)} ({why})")
         for name in sorted(set(IGNORED_SETTINGS) & set(environ)):
             self.log(f"WARNING: {name} is set, but nothing reads it; the published script ignores it too")
 
@@ -2094,24 +2080,15 @@ class Run:
         self.log("\n".join(lines), console=False)
         self.log.record("settings", **texts)
 
-<<<<<<< HEAD
-    def log_choices(self, dtype: str, attention: str, kernels: str, compile_reason: str) -> None:
-        """What the run found and chose."""
-=======
-    def log_choices(self, dtype: str, attention: str, compile: str) -> None:
->>>>>>> trim
+    def log_choices(self, dtype: str, attention: str, kernels: str, compile: str) -> None:
         hp, world, plan = self.hp, self.world, self.plan
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
         estimate = len(self.source) + sum(
             t.numel() * BYTES_PER_WEIGHT[storage_class(name, t, hp)] for name, t in self.model.state_dict().items())
         self.log(f"""machine: {world.size} x {device}, PyTorch {torch.__version__}, {dtype}
 attention: {attention}
-<<<<<<< HEAD
 kernels: {kernels}
-compile: {int(self.compiled)} ({compile_reason})
-=======
 compile: {compile}
->>>>>>> trim
 train_shards: {len(self.train_paths)}
 val_tokens: {self.val.targets}
 val_bytes: {self.val.target_bytes} ({self.val.note})
