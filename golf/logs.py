@@ -13,7 +13,6 @@ OFFICIAL = ("ttt", "sliding", "int6")
 SUMMARY_NUMBERS = {"train_seconds": float, "hessian_seconds": float, "eval_seconds": float, "code_bytes": int,
                    "model_bytes": int, "total_bytes": int, "peak_memory_mib": int, "parameters": int, "steps": int}
 
-
 @dataclass
 class Log:
     """One run. What the file does not say is None or empty."""
@@ -57,7 +56,6 @@ class Log:
             return self.machine
         return f"{self.world_size or '?'} x {self.gpu}" if self.gpu else None
 
-
 def final(log: Log) -> tuple[float, float, float | None]:
     """The official score: val_loss in nats, val_bpb, eval seconds. Raises ValueError when nothing was scored."""
     for name in OFFICIAL:
@@ -65,7 +63,6 @@ def final(log: Log) -> tuple[float, float, float | None]:
             return log.evaluations[name]
     raise ValueError(f"{log.path}: no final score; a whole run ends with final_int6_roundtrip or "
                      "final_int6_sliding_window; let the run finish")
-
 
 def read_log(path: Path | str, records: bool = True) -> Log:
     """The log at `path`, made more exact by the .jsonl beside it unless `records` is off.
@@ -89,7 +86,6 @@ def read_log(path: Path | str, records: bool = True) -> Log:
     complete(log)
     return log
 
-
 # -- head: settings, source, versions ----------------------------------------------------------------------------------
 
 RULE = r"={60,}[ \t]*\r?$"
@@ -99,7 +95,6 @@ FILE_START = re.compile(rf"\A{RULE}\nHyperparameters:", re.MULTILINE)  # the con
 SETTINGS_START = re.compile(rf"\A(?:{RULE}\n)?Hyperparameters:[ \t]*\n", re.MULTILINE)
 SETTING = re.compile(r"  (\w+): ?(.*)\n")
 GPU_ROW = re.compile(r"(?m)^\|\s+\d+\s+(\S.*?)\s+(?:On|Off|N/A)\s+\|")
-
 
 def split_head(log: Log, text: str) -> tuple[str, str]:
     """Settings, source and versions apart from the log lines.
@@ -119,7 +114,6 @@ def split_head(log: Log, text: str) -> tuple[str, str]:
     stop = rule.end() if rule else rest.find("\n", rest.find("\nRunning PyTorch") + 1)
     return rest[:stop], rest[stop:].removeprefix("\n")
 
-
 def read_head(log: Log, versions: str) -> None:
     if log.source is not None:
         log.settings, at = read_settings(log.source)
@@ -131,7 +125,6 @@ def read_head(log: Log, versions: str) -> None:
     match = GPU_ROW.search(versions)
     log.gpu = match and match[1]
 
-
 def read_settings(text: str) -> tuple[dict[str, str], int]:
     """The indented `name: value` lines under `Hyperparameters:` and the position after them."""
     start = SETTINGS_START.match(text)
@@ -141,7 +134,6 @@ def read_settings(text: str) -> tuple[dict[str, str], int]:
     while match := SETTING.match(text, at):
         settings[match[1]], at = match[2].rstrip("\r"), match.end()
     return settings, at
-
 
 # -- body: one line, one fact ------------------------------------------------------------------------------------------
 
@@ -170,7 +162,6 @@ FACTS = {name: re.compile(pattern) for name, pattern in {
     "last_read_seconds": rf"training data last read at {NUMBER}s",
 }.items()}
 
-
 def read_body(log: Log, text: str) -> bool:
     """Takes every known line; true when there was a step, a validation or a score among them."""
     body, _, summary = text.partition("\n---\n")
@@ -191,7 +182,6 @@ def read_body(log: Log, text: str) -> bool:
         log.valid = log.summary["valid"].startswith("yes")
     return bool(log.steps or log.validations or log.evaluations)
 
-
 def read_step(log: Log, line: str) -> bool:
     if match := STEP.match(line):
         step, log.iterations, seconds = int(match[1]), int(match[2]), None
@@ -208,7 +198,6 @@ def read_step(log: Log, line: str) -> bool:
     log.steps_done = max(log.steps_done or 0, step)
     return True
 
-
 def read_score(log: Log, line: str) -> bool:
     match = SCORE.match(line)
     if not match or not (name := score_name(match[1])):
@@ -219,7 +208,6 @@ def read_score(log: Log, line: str) -> bool:
     log.evaluations[name] = (loss, bpb, seconds)
     return True
 
-
 def score_name(label: str) -> str | None:
     """Which evaluation a published label means: pre_quant, int6 (quantised, no overlap), sliding or ttt."""
     if "pre-quant" in label:
@@ -228,7 +216,6 @@ def score_name(label: str) -> str | None:
         return None
     return "ttt" if "ttt" in label else "sliding" if "sliding" in label else "int6"
 
-
 def read_fact(log: Log, line: str) -> None:
     for name, pattern in FACTS.items():
         if match := pattern.match(line):
@@ -236,7 +223,6 @@ def read_fact(log: Log, line: str) -> None:
             kind = str if name in ("machine", "attention") else float if name.endswith("seconds") else int
             if old is None or name not in ("seed", "world_size"):
                 setattr(log, name, kind(match[1]))
-
 
 # -- the .jsonl beside it, and what follows from the rest --------------------------------------------------------------
 
@@ -261,7 +247,6 @@ def merge_records(log: Log, path: Path) -> None:
                          "move one of them")
     apply_records(log, by_kind)
 
-
 def apply_records(log: Log, by_kind: dict[str, list[dict[str, Any]]]) -> None:
     if steps := by_kind.get("step"):
         log.steps = [(r["step"], r["train_loss"], r["train_seconds"], r["tokens_per_second"]) for r in steps]
@@ -274,7 +259,6 @@ def apply_records(log: Log, by_kind: dict[str, list[dict[str, Any]]]) -> None:
         for name in SUMMARY_NUMBERS:
             if name in r:
                 setattr(log, "steps_done" if name == "steps" else name, r[name])
-
 
 def complete(log: Log) -> None:
     """Derives what a log without summary only implies: seed, ranks, whole train and eval seconds, total bytes."""

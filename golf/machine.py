@@ -11,20 +11,41 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import trial
-from .console import add_command
-from .logs import Log, read_log
-from .trial import Finding, judged
+from golf import trial
+from golf.cli import add_command, print_json, print_table
+from golf.logs import Log, read_log
+from golf.records import EVAL_CAP_SECONDS, SIZE_CAP_BYTES, TRAIN_CAP_SECONDS
 
 TFLOPS = {"H100": 700, "H200": 700, "B200": 1400, "A100": 230}  # bf16 products that a healthy GPU reaches at least
 DISK_MB_S = 200  # 8 ranks at full speed read 16 MB/s of tokens; slower disks still stall at the start of a run
 FREE_BYTES = 2_000_000_000  # model, artifact, logs and compile caches
-CAP_BYTES, CAP_SECONDS = 16_000_000, 600
 SAMPLED_BATCHES = 4  # Hessian batches of a preflight
 
+@dataclass
+class Finding:
+    """One line of a verdict: what was looked at, what it is, ok / warn / fail, and what to do about it."""
+
+    check: str
+    value: str
+    verdict: str = "ok"
+    remedy: str = ""
+
+def judged(check: str, value: str, fine: bool, remedy: str, otherwise: str = "warn") -> Finding:
+    return Finding(check, value) if fine else Finding(check, value, otherwise, remedy)
+
+def show(title: str, findings: list[Finding], as_json: bool) -> int:
+    """Prints the findings as a table or as JSON; 1 when one of them is a failure."""
+    failed = any(f.verdict == "fail" for f in findings)
+    if as_json:
+        print_json({"verdict": "fail" if failed else "ok", "findings": [asdict(f) for f in findings]})
+    else:
+        print_table(title, ["check", "found", "verdict", "remedy"], [list(asdict(f).values()) for f in findings])
+        print("verdict: " + ("not ready, see the remedies" if failed else "ready"))
+    return int(failed)
 
 # -- doctor ------------------------------------------------------------------------------------------------------------
 
@@ -36,7 +57,6 @@ def check_software() -> Iterator[Finding]:
             yield Finding(name, getattr(module, "__version__", "there"))
         except ImportError as error:
             yield Finding(name, str(error), "fail", f"pip install {name}")
-
 
 def check_torch() -> Iterator[Finding]:
     """PyTorch, driver, GPUs and NCCL."""
@@ -61,14 +81,12 @@ def check_torch() -> Iterator[Finding]:
     yield judged("NCCL", ".".join(map(str, torch.cuda.nccl.version())) if nccl else "not in this PyTorch",
                  nccl or len(names) == 1, "install a PyTorch build with NCCL", "fail")
 
-
 def gpu_driver() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
                           text=True, check=False, timeout=60)
-    return done.stdout.split("\n")[0].strip() or "nvidia-smi failed" if done.returncode == 0 else "nvidia-smi failed"
-
+    return done.stdout.split("\n")[0].strip() if done.returncode == 0 and done.stdout.strip() else "nvidia-smi failed"
 
 def check_attention() -> Iterator[Finding]:
     """The first backend that computes a forward and a backward pass here, and why not the ones before it."""
@@ -87,7 +105,6 @@ def check_attention() -> Iterator[Finding]:
                      name != "math" or not torch.cuda.is_available(), "no fast kernel: install a PyTorch for this GPU")
         return
     yield Finding("attention", "; ".join(refused), "fail", "reinstall PyTorch")
-
 
 def probe_attention(torch: Any, name: str) -> None:
     """A tiny causal forward and backward with one backend. Raises ImportError or RuntimeError with the reason."""
@@ -112,7 +129,6 @@ def probe_attention(torch: Any, name: str) -> None:
     if not bool(q.grad.isfinite().all()):
         raise RuntimeError("its gradient is not finite")
 
-
 def check_data(data_dir: Path, vocab_size: int) -> Iterator[Finding]:
     """Tokenizer and every shard's header and size."""
     fetch = f"python data/cached_challenge_fineweb.py --variant sp{vocab_size}, or set --data-dir and --vocab-size"
@@ -129,7 +145,6 @@ def check_data(data_dir: Path, vocab_size: int) -> Iterator[Finding]:
             tokens = sum((path.stat().st_size - 1024) // 2 for path in paths)
             yield Finding(f"{split} shards", f"{len(paths)}, {tokens:,} tokens, headers and sizes right")
 
-
 def check_speed(seconds: float, data_dir: Path, vocab_size: int) -> Iterator[Finding]:
     """Matrix products and disk reads for about `seconds` together, against what a healthy machine reaches."""
     try:
@@ -145,7 +160,6 @@ def check_speed(seconds: float, data_dir: Path, vocab_size: int) -> Iterator[Fin
         speed = read_mb_s(paths, seconds / 2)
         yield judged("disk read", f"{speed:,.0f} MB/s (reference: {DISK_MB_S})", speed >= DISK_MB_S,
                      "copy the data to a local disk")
-
 
 def matmul_tflops(seconds: float) -> tuple[float, str]:
     """bf16 products of 8192 x 8192 on the GPU, fp32 of 1024 x 1024 on a CPU: TFLOP/s and the device's name."""
@@ -168,7 +182,6 @@ def matmul_tflops(seconds: float) -> tuple[float, str]:
     rate = done * 2 * size ** 3 / (time.perf_counter() - began) / 1e12
     return rate, torch.cuda.get_device_name() if cuda else "CPU"
 
-
 def read_mb_s(paths: list[Path], seconds: float) -> float:
     """Sequential MB/s over the largest shards, pages dropped from the cache first where the system allows it."""
     began, done = time.perf_counter(), 0
@@ -182,14 +195,12 @@ def read_mb_s(paths: list[Path], seconds: float) -> float:
             break
     return done / max(time.perf_counter() - began, 1e-9) / 1e6
 
-
 def data_location(args: argparse.Namespace) -> tuple[Path, int]:
     """Data folder and vocabulary size of the options, else of the environment, else the recipe's."""
     size = args.vocab_size or os.environ.get("VOCAB_SIZE", "4096")
     if not str(size).isdigit():
         raise ValueError(f"VOCAB_SIZE={size} must be a whole number, such as 4096")
     return Path(args.data_dir or os.environ.get("DATA_DIR", "./data/")), int(size)
-
 
 def doctor_command(args: argparse.Namespace) -> int:
     data_dir, vocab_size = data_location(args)
@@ -200,8 +211,7 @@ def doctor_command(args: argparse.Namespace) -> int:
                 *check_data(data_dir, vocab_size)]
     if args.seconds > 0:
         findings += check_speed(args.seconds, data_dir, vocab_size)
-    return trial.show("doctor", findings, args.json)
-
+    return show("doctor", findings, args.json)
 
 # -- preflight ---------------------------------------------------------------------------------------------------------
 
@@ -220,14 +230,12 @@ def slice_data(data_dir: Path, vocab_size: int, val_tokens: int, target: Path) -
     trial.write_shard(folder / first.name, tokens)
     return len(tokens), sum((path.stat().st_size - 1024) // 2 for path in paths)
 
-
 def preflight_environment(data_dir: Path, output: Path) -> dict[str, str]:
     """The caller's settings, with those replaced that make a run long or write elsewhere."""
     environment = {**os.environ, **trial.SHORT, "RUN_ID": "preflight", "DATA_DIR": f"{data_dir}/",
                    "OUTPUT_DIR": str(output), "GPTQ_CALIBRATION_BATCHES": str(SAMPLED_BATCHES)}
     environment.pop("EVAL_ONLY", None)
     return environment
-
 
 def preflight_command(args: argparse.Namespace) -> int:
     """0 when every stage ran and the projections fit the limits, 1 otherwise."""
@@ -236,7 +244,7 @@ def preflight_command(args: argparse.Namespace) -> int:
     data_dir, vocab_size = data_location(args)
     findings = list(check_data(data_dir, vocab_size))
     if any(f.verdict == "fail" for f in findings):
-        return trial.show("preflight", findings, args.json)
+        return show("preflight", findings, args.json)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"] * (args.ranks > 1)
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(scratch)
@@ -252,8 +260,7 @@ def preflight_command(args: argparse.Namespace) -> int:
             findings += judge(logs[0], *part)
         elif not status:
             findings.append(Finding("log", "no logs/*.txt", "fail", "the script must write its log there"))
-    return trial.show("preflight", findings, args.json)
-
+    return show("preflight", findings, args.json)
 
 def judge(path: Path, val_tokens: int, all_tokens: int) -> Iterator[Finding]:
     """What the log of a short run says about a whole one. Seconds are projected, not measured."""
@@ -278,17 +285,16 @@ def judge(path: Path, val_tokens: int, all_tokens: int) -> Iterator[Finding]:
     if log.eval_seconds is not None:
         whole = log.eval_seconds * all_tokens / max(val_tokens, 1)
         yield judged("evaluation time", f"{log.eval_seconds:.1f} s, about {whole:,.0f} s on all {all_tokens:,} tokens",
-                     whole < CAP_SECONDS, f"over {CAP_SECONDS} s here: more GPUs, or a larger EVAL_STRIDE")
+                     whole < EVAL_CAP_SECONDS, f"over {EVAL_CAP_SECONDS} s here: more GPUs, or a larger EVAL_STRIDE")
     yield from judge_size(log, text)
-
 
 def steps_in_cap(log: Log) -> str:
     """About how many steps 600 s hold at the speed of the last two logged steps."""
     if len(log.steps) < 2 or None in (log.steps[-1][2], log.steps[-2][2]):
         return ""
     each = (log.steps[-1][2] - log.steps[-2][2]) / max(log.steps[-1][0] - log.steps[-2][0], 1)
-    return f", {1000 * each:.0f} ms a step: {CAP_SECONDS / each:,.0f} steps in {CAP_SECONDS} s" if each > 0 else ""
-
+    steps = f"{TRAIN_CAP_SECONDS / each:,.0f} steps in {TRAIN_CAP_SECONDS} s" if each > 0 else "no measurable time"
+    return f", {1000 * each:.0f} ms a step: {steps}"
 
 def judge_hessians(log: Log, text: str) -> Iterator[Finding]:
     reserve = float(log.settings.get("gptq_reserve_seconds", "10"))
@@ -300,19 +306,15 @@ def judge_hessians(log: Log, text: str) -> Iterator[Finding]:
     if match := re.search(r"([1-9]\d*) fallback", text):
         yield Finding("GPTQ", f"{match[1]} matrices fell back to row search", "warn", "their Hessians are not usable")
 
-
 def judge_size(log: Log, text: str) -> Iterator[Finding]:
     """The script's own estimate where it prints one; an untrained model's artifact says little."""
-    match = re.search(r"artifact estimate: ([\d.]+) MB", text)
-    if match:
+    size, source = log.total_bytes, "of the untrained weights, which compress otherwise than trained ones"
+    if match := re.search(r"artifact estimate: ([\d.]+) MB", text):
         size, source = float(match[1]) * 1e6, "the script's estimate"
-    elif log.total_bytes is not None:
-        size, source = float(log.total_bytes), "of the untrained weights, which compress otherwise than trained ones"
-    else:
-        return
-    yield judged("size", f"about {size / 1e6:.2f} MB, {source}; code {log.code_bytes or 0:,} bytes", size <= CAP_BYTES,
-                 f"over {CAP_BYTES:,} bytes: a smaller model, or more weight decay", "fail")
-
+    if size is not None:
+        yield judged("size", f"about {size / 1e6:.2f} MB, {source}; code {log.code_bytes or 0:,} bytes",
+                     size <= SIZE_CAP_BYTES,
+                     f"over {SIZE_CAP_BYTES:,} bytes: a smaller model, or more weight decay", "fail")
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 

@@ -5,29 +5,21 @@ import argparse
 import base64
 import html
 import io
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .console import add_command, print_json, print_table, write_file
-from .logs import Log, final, read_log
-from .trial import check_output
+from golf.cli import add_command, check_output, print_json, print_table, write_file
+from golf.logs import Log, final, read_log
+from golf.records import SIZE_CAP_BYTES, mean_std
 
-CAP_BYTES = 16_000_000
+Place = Callable[[Log, int], "float | None"]  # where a step stands on the horizontal axis
 SCORES = {"pre_quant": "before quantisation", "int6": "quantised", "sliding": "sliding", "ttt": "test-time training"}
 
-
-# -- panels: each draws one picture of all runs into `axes` and returns whether there was anything to draw -------------
+# -- panels: each draws one picture of all runs into `axes` ------------------------------------------------------------
 
 def label(log: Log) -> str:
     return f"seed {log.seed} ({log.path.stem[:12]})" if log.seed is not None else log.path.stem
-
-
-def runs(logs: list[Log]) -> list[tuple[str, Log]]:
-    """Each run with its colour, the same in all panels."""
-    return [(f"C{i % 10}", log) for i, log in enumerate(logs)]
-
 
 def seconds_at(log: Log, step: int) -> float | None:
     """Training seconds at a step, between those that the log has."""
@@ -38,112 +30,97 @@ def seconds_at(log: Log, step: int) -> float | None:
         known.append((log.steps_done, log.train_seconds - (log.hessian_seconds or 0.0)))
     return float(np.interp(step, *zip((0, 0.0), *known))) if known else None
 
+def draw_line(axes: Any, points: Iterable[tuple[Any, Any]], style: str, **options: Any) -> None:
+    if points := [point for point in points if None not in point]:
+        axes.plot(*zip(*points), style, ms=4, lw=1, **options)
 
-def draw_loss(axes: Any, logs: list[Log], by_seconds: bool) -> bool:
-    place = seconds_at if by_seconds else lambda _log, step: step
-    for color, log in runs(logs):
-        steps = [(place(log, s[0]), s[1]) for s in log.steps if place(log, s[0]) is not None]
-        checks = [(place(log, v[0]), v[1]) for v in log.validations if place(log, v[0]) is not None]
-        if steps:
-            axes.plot(*zip(*steps), color=color, lw=1, label=f"{label(log)}, train")
-        if checks:
-            axes.plot(*zip(*checks), "o--", color=color, ms=4, lw=1, label=f"{label(log)}, validation")
-    axes.set(xlabel="training seconds" if by_seconds else "steps", ylabel="loss (nats per token)")
-    return bool(axes.lines)
+def draw_losses(axes: Any, logs: list[Log], place: Place) -> None:
+    for i, log in enumerate(logs):
+        draw_line(axes, [(place(log, s[0]), s[1]) for s in log.steps], f"C{i % 10}-", label=f"{label(log)}, train")
+        draw_line(axes, [(place(log, v[0]), v[1]) for v in log.validations], f"C{i % 10}o--",
+                  label=f"{label(log)}, validation")
+    axes.set(ylabel="loss (nats per token)")
 
-
-def draw_bpb(axes: Any, logs: list[Log], by_seconds: bool) -> bool:
-    place = seconds_at if by_seconds else lambda _log, step: step
-    for color, log in runs(logs):
-        checks = [(place(log, v[0]), v[2]) for v in log.validations if place(log, v[0]) is not None]
-        if checks:
-            axes.plot(*zip(*checks), "o-", color=color, ms=4, lw=1, label=label(log))
+def draw_bpb(axes: Any, logs: list[Log], place: Place) -> None:
+    for i, log in enumerate(logs):
+        draw_line(axes, [(place(log, v[0]), v[2]) for v in log.validations], f"C{i % 10}o-", label=label(log))
         end = place(log, log.steps_done or 0)
         for marker, name in zip("^s*D", SCORES):
             if name in log.evaluations and end is not None:
-                axes.plot(end, log.evaluations[name][1], marker, ms=8, color=color, mfc="none",
+                axes.plot(end, log.evaluations[name][1], f"C{i % 10}{marker}", ms=8, mfc="none",
                           label=SCORES[name] if log is logs[0] else None)
-    axes.set(xlabel="training seconds" if by_seconds else "steps", ylabel="validation bits per byte")
-    return bool(axes.lines)
+    axes.set(ylabel="validation bits per byte")
 
+def draw_speed(axes: Any, logs: list[Log], place: Place) -> None:
+    for i, log in enumerate(logs):
+        draw_line(axes, [(place(log, s[0]), s[3]) for s in log.steps], f"C{i % 10}-", label=label(log))
+    axes.set(ylabel="tokens per second since the start", ylim=(0, None))
 
-def draw_speed(axes: Any, logs: list[Log]) -> bool:
-    for color, log in runs(logs):
-        if speeds := [(s[0], s[3]) for s in log.steps if s[3] is not None]:
-            axes.plot(*zip(*speeds), color=color, lw=1, label=label(log))
-    axes.set(xlabel="steps", ylabel="tokens per second since the start", ylim=(0, None))
-    return bool(axes.lines)
+def draw_rate(axes: Any, logs: list[Log], place: Place) -> None:
+    for i, log in enumerate(logs):
+        draw_line(axes, sorted((place(log, step), rate) for step, rate in log.lr_factors.items()), f"C{i % 10}-",
+                  label=label(log))
+    axes.set(ylabel="learning rate / base rate")
 
-
-def draw_rate(axes: Any, logs: list[Log]) -> bool:
-    for color, log in runs(logs):
-        if log.lr_factors:
-            axes.plot(*zip(*sorted(log.lr_factors.items())), color=color, lw=1, label=label(log))
-    axes.set(xlabel="steps", ylabel="learning rate / base rate")
-    return bool(axes.lines)
-
-
-def draw_sizes(axes: Any, logs: list[Log]) -> bool:
+def draw_sizes(axes: Any, logs: list[Log], _place: Place) -> None:
     """Bars of code and model bytes against the cap."""
     sized = [log for log in logs if log.code_bytes and log.model_bytes]
-    names = [label(log) for log in sized]
-    axes.barh(names, [log.code_bytes for log in sized], label="code")
-    axes.barh(names, [log.model_bytes for log in sized], left=[log.code_bytes for log in sized], label="model")
-    if any(log.code_bytes + log.model_bytes > CAP_BYTES / 4 for log in sized):
-        axes.axvline(CAP_BYTES, color="k", ls="--", lw=1, label="cap")
-    axes.set(xlabel="bytes")
-    return bool(sized)
+    names, code = [label(log) for log in sized], [log.code_bytes for log in sized]
+    if sized:
+        axes.barh(names, code, label="code")
+        axes.barh(names, [log.model_bytes for log in sized], left=code, label="model")
+    if any(log.code_bytes + log.model_bytes > SIZE_CAP_BYTES / 4 for log in sized):
+        axes.axvline(SIZE_CAP_BYTES, color="k", ls="--", lw=1, label="cap")
 
+PLACES: dict[str, Place] = {"steps": lambda _log, step: step, "training seconds": seconds_at, "bytes": lambda *_: None}
+PANELS: dict[str, tuple[Callable[[Any, list[Log], Place], None], str]] = {
+    "Loss against steps": (draw_losses, "steps"), "Loss against seconds": (draw_losses, "training seconds"),
+    "Bits per byte against steps": (draw_bpb, "steps"), "Bits per byte against seconds": (draw_bpb, "training seconds"),
+    "Speed": (draw_speed, "steps"), "Learning rate": (draw_rate, "steps"), "Size": (draw_sizes, "bytes")}
 
-PANELS: dict[str, Callable[[Any, list[Log]], bool]] = {
-    "Loss against steps": lambda axes, logs: draw_loss(axes, logs, False),
-    "Loss against seconds": lambda axes, logs: draw_loss(axes, logs, True),
-    "Bits per byte against steps": lambda axes, logs: draw_bpb(axes, logs, False),
-    "Bits per byte against seconds": lambda axes, logs: draw_bpb(axes, logs, True),
-    "Speed": draw_speed, "Learning rate": draw_rate, "Size": draw_sizes}
-
-
-def finish(axes: Any, title: str, drawn: bool) -> None:
-    axes.set_title(title)
+def draw_panel(axes: Any, title: str, logs: list[Log]) -> bool:
+    """Whether there was anything to draw."""
+    draw, xlabel = PANELS[title]
+    draw(axes, logs, PLACES[xlabel])
+    axes.set(xlabel=xlabel)
+    drawn = bool(axes.get_legend_handles_labels()[0])
     if drawn:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
-    else:
-        axes.text(0.5, 0.5, "not in these logs", ha="center", transform=axes.transAxes)
-
+    return drawn
 
 def picture(logs: list[Log]) -> bytes:
     """All panels in one PNG."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4 * ((len(PANELS) + 1) // 2)), layout="constrained")
-    places = figure.subplots((len(PANELS) + 1) // 2, 2).flat
-    for title, draw in PANELS.items():
-        axes = next(places)
-        finish(axes, title, draw(axes, logs))
-    for axes in places:
+    rows = (len(PANELS) + 1) // 2
+    figure = Figure(figsize=(13, 4 * rows), layout="constrained")
+    places = figure.subplots(rows, 2).flat
+    for title, axes in zip(PANELS, places):
+        axes.set_title(title)
+        if not draw_panel(axes, title, logs):
+            axes.text(0.5, 0.5, "not in these logs", ha="center", transform=axes.transAxes)
+    for axes in places[len(PANELS):]:
         axes.axis("off")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=110, format="png")
-    return buffer.getvalue()
+    return saved(figure, dpi=110, format="png")
 
+def saved(figure: Any, **options: Any) -> bytes:
+    import matplotlib
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "golf"}):
+        figure.savefig(buffer, **options)
+    return buffer.getvalue()
 
 def vector(title: str, logs: list[Log]) -> str | None:
     """One panel as an <img> with its SVG inside; None when there is nothing to draw."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2, 3.4), layout="constrained")
-    axes = figure.subplots()
-    if not PANELS[title](axes, logs):
+    if not draw_panel(figure.subplots(), title, logs):
         return None
-    finish(axes, "", True)
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "golf"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    data = base64.b64encode(buffer.getvalue()).decode("ascii")
+    data = base64.b64encode(saved(figure, format="svg", metadata={"Date": None})).decode("ascii")
     return f'<img alt="{html.escape(title)}" src="data:image/svg+xml;base64,{data}">'
-
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
@@ -162,14 +139,12 @@ def run_rows(logs: list[Log]) -> list[dict[str, Any]]:
                      "model bytes": log.model_bytes, "total bytes": log.total_bytes})
     return rows
 
-
 def mean_line(rows: list[dict[str, Any]]) -> str:
     values = [row["final bpb"] for row in rows if row["final bpb"] is not None]
     if len(values) < 2:
         return f"final bpb {values[0]:.5f}" if values else "no run has a final score"
-    mean, deviation = statistics.mean(values), statistics.stdev(values)
+    mean, deviation = mean_std(values)
     return f"final bpb {mean:.5f}, standard deviation {deviation:.5f}, {len(values)} runs"
-
 
 def cell(value: Any) -> str:
     if value is None:
@@ -178,12 +153,10 @@ def cell(value: Any) -> str:
         return f"{value:.5f}" if abs(value) < 20 else f"{value:,.1f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
-
 def html_table(columns: list[str], rows: list[list[Any]]) -> str:
     head = "".join(f"<th>{html.escape(c)}</th>" for c in columns)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell(v))}</td>" for v in row) + "</tr>\n" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
-
 
 def setting_table(logs: list[Log], differing: bool) -> str:
     """Settings by run: those that differ, or those that all runs share."""
@@ -192,7 +165,6 @@ def setting_table(logs: list[Log], differing: bool) -> str:
     rows = [[name, *(values if differing else values[:1])] for name, values in columns.items()
             if (len(set(values)) > 1) == differing]
     return html_table(["setting", *([label(log) for log in logs] if differing else ["value"])], rows) if rows else ""
-
 
 STYLE = """
 :root { color-scheme: light }
@@ -206,7 +178,6 @@ th:first-child, td:first-child { text-align: left } pre { white-space: pre-wrap;
   table { font-size: 8px } th, td { white-space: normal; padding: 1px 3px }
   section { break-inside: avoid } img { max-width: 16cm } }
 """
-
 
 def page(logs: list[Log]) -> str:
     """The whole report."""
@@ -226,7 +197,6 @@ def page(logs: list[Log]) -> str:
             f'content="width=device-width, initial-scale=1">\n<title>{title}</title>\n<style>{STYLE}</style></head>\n'
             f"<body><h1>{title}</h1>\n{body}\n</body></html>\n")
 
-
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 def draw_command(args: argparse.Namespace) -> int:
@@ -241,7 +211,6 @@ def draw_command(args: argparse.Namespace) -> int:
         columns = ["run", "steps", "train s", "pre_quant bpb", "int6 bpb", "final bpb", "total bytes"]
         print_table(f"{args.output}: {mean_line(rows)}", columns, [[cell(row[c]) for c in columns] for row in rows])
     return 0
-
 
 def add_parser(subparsers: Any) -> None:
     for name, draw, meaning in (("plot", picture, "loss, bits per byte, speed, rate and size of runs as one PNG"),
