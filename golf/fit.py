@@ -2,11 +2,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import os
 import re
-import sys
 import zipfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +15,7 @@ from typing import Any
 from golf.cli import add_command, check_output, print_json, print_table, shown, write_file
 from golf.logs import read_log
 from golf.plots import saved
-from golf.records import RECORDS
+from golf.trial import recipe
 
 INT6 = 31  # largest code
 GROUPS = {"attention q": r"\.attn\.c_q", "attention k": r"\.attn\.c_k", "attention v": r"\.attn\.c_v",
@@ -31,14 +29,6 @@ GPTQ_SHARE = 0.5  # GPTQ's loss as a share of plain rounding's, when no Hessian 
 WD_EXPONENT = 0.5  # decoupled decay against updates of one size: RMS goes with decay ** -0.5
 
 Coded = tuple[Any, Any]  # fp32 codes (R, C) and scales (R, 1)
-
-def recipe() -> Any:
-    """The project's train_gpt.py, whose quantisation and file format these are; it needs PyTorch, so only when used."""
-    sys.path.insert(0, str(RECORDS.parent))
-    try:
-        return importlib.import_module("train_gpt")
-    finally:
-        sys.path.pop(0)
 
 # -- matrices ----------------------------------------------------------------------------------------------------------
 

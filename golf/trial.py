@@ -1,18 +1,20 @@
-"""Short runs of a training script: tiny data, a settings environment, a subprocess with a time limit."""
+"""Short runs of a training script: the recipe itself, tiny data, settings, a subprocess with a time limit."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import signal
-import struct
 import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-GRACE_SECONDS = 3  # between asking a process group to end and ending it
-SHARD_HEADER = (20240520, 1)  # magic and version; then the token count, in 256 int32 altogether
+from golf.records import RECORDS
 
+GRACE_SECONDS = 3  # between asking a process group to end and ending it
 # Small, yet with matrices of over 65,536 weights, so that Hessians, int6 and int8 all run. The user's settings win.
 TINY = {"VOCAB_SIZE": "512", "NUM_LAYERS": "3", "XSA_LAST_N": "3", "NUM_KV_HEADS": "2", "MODEL_DIM": "160",
         "EMBEDDING_DIM": "160", "NUM_HEADS": "4", "MLP_MULT": "4", "ROPE_DIMS": "4", "VE_DIM": "8", "VE_LAYERS": "1,2",
@@ -20,6 +22,15 @@ TINY = {"VOCAB_SIZE": "512", "NUM_LAYERS": "3", "XSA_LAST_N": "3", "NUM_KV_HEADS
 # What makes a run short, the same each time, and free of the clock.
 SHORT = {"ITERATIONS": "5", "WARMUP_STEPS": "1", "MAX_WALLCLOCK_SECONDS": "0", "TRAIN_LOG_EVERY": "1",
          "VAL_LOSS_EVERY": "0", "EMA_DECAY": "0.5", "GPTQ_CALIBRATION_BATCHES": "2", "RUN_ID": "trial"}
+
+@cache
+def recipe(name: str = "train_gpt") -> Any:
+    """A module of the project: the recipe's own code, or data.shards. The recipe needs PyTorch, so only when used."""
+    sys.path.insert(0, str(RECORDS.parent))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
 
 def run_limited(command: list[str], folder: Path, environment: dict[str, str], seconds: float) -> tuple[int, str]:
     """Exit status and joined output of a command; 124 when it ran out of time and its whole process group was ended."""
@@ -39,27 +50,9 @@ def run_limited(command: list[str], folder: Path, environment: dict[str, str], s
 def last_lines(output: str, count: int = 6) -> str:
     return "\n".join([line for line in output.splitlines() if line.strip()][-count:])
 
-# -- data --------------------------------------------------------------------------------------------------------------
-
-def dataset_folder(data_dir: Path, vocab_size: int) -> Path:
-    return data_dir / "datasets" / f"fineweb10B_sp{vocab_size}"
-
-def tokenizer_file(data_dir: Path, vocab_size: int) -> Path:
-    return data_dir / "tokenizers" / f"fineweb_{vocab_size}_bpe.model"
-
 def write_shard(path: Path, tokens: Any) -> None:
-    """Writes a numpy array of token ids in the recipe's layout."""
-    path.write_bytes(struct.pack("<3i1012x", *SHARD_HEADER, len(tokens)) + tokens.astype("<u2").tobytes())
-
-def shard_problem(path: Path) -> str | None:
-    """What is wrong with a shard's header or size; None for a good one."""
-    with path.open("rb") as file:
-        header = file.read(1024)
-    if len(header) < 1024 or struct.unpack("<2i", header[:8]) != SHARD_HEADER:
-        return f"{path.name}: its header must be {SHARD_HEADER[0]}, {SHARD_HEADER[1]}"
-    tokens, found = struct.unpack("<i", header[8:12])[0], path.stat().st_size
-    expected = 1024 + 2 * tokens
-    return None if found == expected else f"{path.name}: {tokens} tokens need {expected} bytes, it has {found}"
+    """A numpy array of token ids as a shard."""
+    path.write_bytes(recipe("data.shards").shard_header(len(tokens)) + tokens.astype("<u2").tobytes())
 
 def make_tiny_data(data_dir: Path, vocab_size: int) -> None:
     """A tokenizer and three shards from Python's own documentation. Raises ValueError when it cannot fill the size."""
@@ -78,12 +71,11 @@ def make_tiny_data(data_dir: Path, vocab_size: int) -> None:
     except RuntimeError as error:
         raise ValueError(f"VOCAB_SIZE={vocab_size}: no tokenizer of this size from the built-in text ({error}); "
                          "use 512, or give --data-dir") from None
-    tokenizer_file(data_dir, vocab_size).parent.mkdir(parents=True)
-    tokenizer_file(data_dir, vocab_size).write_bytes(model.getvalue())
+    hp = recipe().Hyperparameters(data_dir=str(data_dir), vocab_size=vocab_size)
+    for folder in (hp.tokenizer_path.parent, hp.dataset_dir):
+        folder.mkdir(parents=True)
+    hp.tokenizer_path.write_bytes(model.getvalue())
     encode = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).encode
     tokens = np.concatenate([[1, *encode(text)] for text in texts[:60]])
-    folder = dataset_folder(data_dir, vocab_size)
-    folder.mkdir(parents=True)
-    parts = {"val_000000": tokens[:2000], "train_000000": tokens[2000:20000], "train_000001": tokens[20000:]}
-    for name, part in parts.items():
-        write_shard(folder / f"fineweb_{name}.bin", part)
+    for name, part in zip(("val_000000", "train_000000", "train_000001"), np.split(tokens, [2000, 20000])):
+        write_shard(hp.dataset_dir / f"fineweb_{name}.bin", part)
