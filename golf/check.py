@@ -18,6 +18,7 @@ from golf.logs import Log, final
 from golf.records import (
     EVAL_CAP_SECONDS,
     FOLDER_NAME,
+    HOME,
     IDENTITY,
     RECORD_SEEDS,
     SIZE_CAP_BYTES,
@@ -36,7 +37,6 @@ from golf.records import (
 SEVERITIES = ("error", "warning", "note")
 SCHEMA = json.loads(Path(__file__).with_name("submission.schema.json").read_text(encoding="utf-8"))
 VAL_BYTES = 151_080_000  # UTF-8 bytes of the first 50,000 documents, less a tail shorter than one context
-HOME = re.compile(r"(?:/home/|/Users/|/root/|[A-Z]:\\Users\\)[\w.-]*")
 NUMBER = re.compile(r"(?<![\w.,/-])(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?!\w|\.\d)")
 
 # -- files and names ---------------------------------------------------------------------------------------------------

@@ -8,20 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from golf.cli import add_command, print_json, print_table
-from golf.logs import Log, final, read_log
-from golf.records import RECORD_ALPHA, RECORD_MARGIN_NATS, log_files, mean_std
+from golf.logs import Log, final
+from golf.records import RECORD_ALPHA, RECORD_MARGIN_NATS, mean_std, read_logs
 
 STAGES = {"pre-quant": "pre_quant", "quantised": "int6", "final": None}
 
 def read_runs(text: str) -> list[Log]:
     """Finished runs behind one argument, by seed. Raises ValueError when there are none."""
-    parts = map(Path, filter(None, text.split(",")))
-    logs = [read_log(path) for part in parts for path in (log_files(part) if part.is_dir() else [part])]
-    if not logs:
-        raise ValueError(f"{text}: no *.log or *.txt log there; give a folder with logs, or logs")
+    logs = read_logs(map(Path, filter(None, text.split(","))))
     for log in logs:
         final(log)
-    return sorted(logs, key=lambda log: log.seed or 0)
+    return logs
 
 def budget(log: Log) -> str | None:
     """The limit that ended the run: a number of steps, or seconds."""

@@ -15,10 +15,10 @@ from typing import Any
 from golf import scripts
 from golf.check import check_folder, show
 from golf.cli import add_command, print_json, shown, write_file
-from golf.logs import Log, final, read_log
-from golf.records import FOLDER_NAME, IDENTITY, RECORDS, TRACKS, facts, is_date, mean_std, track_name
+from golf.logs import Log, final
+from golf.records import FOLDER_NAME, HOME, IDENTITY, RECORDS, TRACKS, facts, is_date, mean_std, read_logs, track_name
+from golf.trial import ROOT
 
-ROOT = RECORDS.parent
 TABLE = ("seed", "steps", "train s", "eval s", "pre-quant bpb", "quantised bpb", "val_loss", "val_bpb", "model bytes",
          "total bytes")
 README = """# {name}
@@ -47,7 +47,7 @@ def read_runs(paths: list[Path]) -> list[Log]:
     """Finished runs of one script with distinct seeds, by seed. Raises ValueError for anything else.
 
     Only the texts are read, not the .jsonl files, since only the texts ship."""
-    logs = sorted((read_log(path, records=False) for path in paths), key=lambda log: log.seed or 0)
+    logs = read_logs(paths, records=False)
     for log in logs:
         final(log)
         if log.source is None:
@@ -107,11 +107,11 @@ def seed_table(logs: list[Log]) -> list[str]:
     return [f"| {' | '.join(map(str, row))} |" for row in rows]
 
 def run_commands(logs: list[Log]) -> list[str]:
-    """A loop over the seeds, with each setting that is not the shipped script's default."""
+    """A loop over the seeds, with each setting that is not the shipped script's default; homes are written ~."""
     own = scripts.defaults(logs[0].source)
     changed = {name: value for name, value in logs[0].settings.items()
                if name in own and name not in IDENTITY - {"data_dir"} and not scripts.same_setting(value, own[name])}
-    words = [f"{name.upper()}={shlex.quote(value)}" for name, value in sorted(changed.items())]
+    words = [f"{name.upper()}={HOME.sub('~', shlex.quote(value))}" for name, value in sorted(changed.items())]
     launch = f"torchrun --standalone --nproc_per_node={logs[0].world_size or 8} train_gpt.py"
     command = " \\\n    ".join([*textwrap.wrap(" ".join(["SEED=$seed", *words]), 110, break_long_words=False), launch])
     return [f"for seed in {' '.join(str(log.seed) for log in logs)}; do", f"  {command}", "done"]

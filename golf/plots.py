@@ -5,13 +5,14 @@ import argparse
 import base64
 import html
 import io
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from golf.cli import add_command, check_output, print_json, print_table, write_file
-from golf.logs import Log, final, read_log
-from golf.records import SIZE_CAP_BYTES, mean_std
+from golf.cli import add_command, check_output, print_json, print_table, shown, write_file
+from golf.logs import Log, final
+from golf.records import FOLDER_NAME, SIZE_CAP_BYTES, mean_std, read_logs
 
 Place = Callable[[Log, int], "float | None"]  # where a step stands on the horizontal axis
 SCORES = {"pre_quant": "before quantisation", "int6": "quantised", "sliding": "sliding", "ttt": "test-time training"}
@@ -19,7 +20,10 @@ SCORES = {"pre_quant": "before quantisation", "int6": "quantised", "sliding": "s
 # -- panels: each draws one picture of all runs into `axes` ------------------------------------------------------------
 
 def label(log: Log) -> str:
-    return f"seed {log.seed} ({log.path.stem[:12]})" if log.seed is not None else log.path.stem
+    """Seed and what else tells runs apart: the file's name, or the record folder's when that holds only the seed."""
+    folder = FOLDER_NAME.fullmatch(log.path.resolve().parent.name)
+    name = re.sub(r"(train_)?seed_?\d+", "", log.path.stem) or (folder[2] if folder else "")
+    return f"seed {log.seed}" + f" ({name[:12]})" * bool(name) if log.seed is not None else log.path.stem
 
 def seconds_at(log: Log, step: int) -> float | None:
     """Training seconds at a step, between those that the log has."""
@@ -71,12 +75,15 @@ def draw_sizes(axes: Any, logs: list[Log], _place: Place) -> None:
         axes.barh(names, [log.model_bytes for log in sized], left=code, label="model")
     if any(log.code_bytes + log.model_bytes > SIZE_CAP_BYTES / 4 for log in sized):
         axes.axvline(SIZE_CAP_BYTES, color="k", ls="--", lw=1, label="cap")
+    axes.set_ylim(-0.6, len(sized) + 0.4)  # room for the legend above the bars
+    axes.xaxis.set_major_formatter(lambda value, _position: f"{value / 1e6:g}")
 
-PLACES: dict[str, Place] = {"steps": lambda _log, step: step, "training seconds": seconds_at, "bytes": lambda *_: None}
+PLACES: dict[str, Place] = {"steps": lambda _log, step: step, "training seconds": seconds_at,
+                            "MB (10^6 bytes)": lambda *_: None}
 PANELS: dict[str, tuple[Callable[[Any, list[Log], Place], None], str]] = {
     "Loss against steps": (draw_losses, "steps"), "Loss against seconds": (draw_losses, "training seconds"),
     "Bits per byte against steps": (draw_bpb, "steps"), "Bits per byte against seconds": (draw_bpb, "training seconds"),
-    "Speed": (draw_speed, "steps"), "Learning rate": (draw_rate, "steps"), "Size": (draw_sizes, "bytes")}
+    "Speed": (draw_speed, "steps"), "Learning rate": (draw_rate, "steps"), "Size": (draw_sizes, "MB (10^6 bytes)")}
 
 def draw_panel(axes: Any, title: str, logs: list[Log]) -> bool:
     """Whether there was anything to draw."""
@@ -86,7 +93,7 @@ def draw_panel(axes: Any, title: str, logs: list[Log]) -> bool:
     drawn = bool(axes.get_legend_handles_labels()[0])
     if drawn:
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=8)
     return drawn
 
 def picture(logs: list[Log]) -> bytes:
@@ -130,13 +137,12 @@ def run_rows(logs: list[Log]) -> list[dict[str, Any]]:
     for log in logs:
         speeds = [s[3] for s in log.steps if s[3] is not None]
         score = final(log) if set(log.evaluations) - {"pre_quant"} else (None, None)
-        rows.append({"run": label(log), "hardware": log.hardware, "steps": log.steps_done,
-                     "tokens/s": speeds[-1] if speeds else None,
-                     "train s": log.train_seconds, "eval s": log.eval_seconds,
-                     **{f"{name} bpb": log.evaluations[name][1] if name in log.evaluations else None
-                        for name in ("pre_quant", "int6")},
-                     "final loss": score[0], "final bpb": score[1], "code bytes": log.code_bytes,
-                     "model bytes": log.model_bytes, "total bytes": log.total_bytes})
+        quantised = {f"{name} bpb": log.evaluations[name][1] if name in log.evaluations else None
+                     for name in ("pre_quant", "int6")}
+        rows.append({"run": label(log), "final bpb": score[1], "final loss": score[0], **quantised,
+                     "steps": log.steps_done, "train s": log.train_seconds, "eval s": log.eval_seconds,
+                     "tokens/s": speeds[-1] if speeds else None, "total bytes": log.total_bytes,
+                     "model bytes": log.model_bytes, "code bytes": log.code_bytes, "hardware": log.hardware})
     return rows
 
 def mean_line(rows: list[dict[str, Any]]) -> str:
@@ -146,22 +152,20 @@ def mean_line(rows: list[dict[str, Any]]) -> str:
     mean, deviation = mean_std(values)
     return f"final bpb {mean:.5f}, standard deviation {deviation:.5f}, {len(values)} runs"
 
-def cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.5f}" if abs(value) < 20 else f"{value:,.1f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def cell(name: str, value: Any) -> str:
+    """A number in the format of its column."""
+    forms = {float: ".5f" if name.endswith(("bpb", "loss")) else ",.1f", int: ","}
+    return shown(value, ",.0f" if name == "tokens/s" else forms.get(type(value), ""))
 
-def html_table(columns: list[str], rows: list[list[Any]]) -> str:
+def html_table(columns: list[str], rows: list[list[str]]) -> str:
     head = "".join(f"<th>{html.escape(c)}</th>" for c in columns)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell(v))}</td>" for v in row) + "</tr>\n" for row in rows)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(v)}</td>" for v in row) + "</tr>\n" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
 def setting_table(logs: list[Log], differing: bool) -> str:
     """Settings by run: those that differ, or those that all runs share."""
     names = sorted({name for log in logs for name in log.settings} - {"run_id", "logfile", "rank"})
-    columns = {name: [log.settings.get(name) for log in logs] for name in names}
+    columns = {name: [log.settings.get(name, "-") for log in logs] for name in names}
     rows = [[name, *(values if differing else values[:1])] for name, values in columns.items()
             if (len(set(values)) > 1) == differing]
     return html_table(["setting", *([label(log) for log in logs] if differing else ["value"])], rows) if rows else ""
@@ -173,7 +177,8 @@ h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
 img { display: block; width: 100%; max-width: 44rem; height: auto }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap }
-th:first-child, td:first-child { text-align: left } pre { white-space: pre-wrap; overflow-wrap: anywhere }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff }
+pre { white-space: pre-wrap; overflow-wrap: anywhere }
 @media print { body { max-width: none; padding: 0; font-size: 11px } .scroll { overflow: visible }
   table { font-size: 8px } th, td { white-space: normal; padding: 1px 3px }
   section { break-inside: avoid } img { max-width: 16cm } }
@@ -182,9 +187,9 @@ th:first-child, td:first-child { text-align: left } pre { white-space: pre-wrap;
 def page(logs: list[Log]) -> str:
     """The whole report."""
     rows = run_rows(logs)
-    columns = [key for key in rows[0] if any(row[key] is not None for row in rows)]
-    runs = html_table(columns, [[row[c] for c in columns] for row in rows])
-    parts = [("Runs", f"<p>{html.escape(mean_line(rows))}</p>{runs}")]
+    names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+    table = [[name, *(cell(name, row[name]) for row in rows)] for name in names]
+    parts = [("Runs", f"<p>{html.escape(mean_line(rows))}</p>{html_table(*table[:1], table[1:])}")]
     parts += [(title, image) for title in PANELS if (image := vector(title, logs))]
     warnings = [f"{label(log)}: {line}" for log in logs for line in log.warnings]
     if warnings:
@@ -202,21 +207,21 @@ def page(logs: list[Log]) -> str:
 def draw_command(args: argparse.Namespace) -> int:
     """Both commands: reads the logs, writes one file, prints the table of runs. Raises ValueError for a bad log."""
     check_output(args.output, args.force)
-    logs = [read_log(path) for path in args.logs]
+    logs = read_logs(args.logs)
     write_file(args.output, args.draw(logs))
     rows = run_rows(logs)
     if args.json:
         print_json({"out": str(args.output), "runs": rows})
     else:
         columns = ["run", "steps", "train s", "pre_quant bpb", "int6 bpb", "final bpb", "total bytes"]
-        print_table(f"{args.output}: {mean_line(rows)}", columns, [[cell(row[c]) for c in columns] for row in rows])
+        print_table(f"{args.output}: {mean_line(rows)}", columns, [[cell(c, row[c]) for c in columns] for row in rows])
     return 0
 
 def add_parser(subparsers: Any) -> None:
     for name, draw, meaning in (("plot", picture, "loss, bits per byte, speed, rate and size of runs as one PNG"),
                                 ("report", page, "the same with tables, as one HTML file that needs nothing else")):
         parser = add_command(subparsers, name, draw_command, meaning)
-        parser.add_argument("logs", nargs="+", type=Path, help="logs of runs; a .jsonl beside one makes it exact")
+        parser.add_argument("logs", nargs="+", type=Path, help="logs or folders of them; a .jsonl beside one is used")
         parser.add_argument("-o", "--output", type=Path, required=True, help="the file to write")
         parser.add_argument("--force", action="store_true", help="replace an existing file")
         parser.set_defaults(draw=draw)

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property
@@ -13,12 +14,14 @@ from typing import Any
 
 from golf import scripts
 from golf.logs import Log, final, read_log
+from golf.trial import ROOT
 
-RECORDS = Path(__file__).resolve().parent.parent / "records"
+RECORDS = ROOT / "records"
 SIZE_CAP_BYTES, TRAIN_CAP_SECONDS, EVAL_CAP_SECONDS = 16_000_000, 600, 600
 RECORD_MARGIN_NATS, RECORD_ALPHA, RECORD_SEEDS = 0.005, 0.01, 3
 TRACKS = ("10min_16mb", "non_record_16mb")
 FOLDER_NAME = re.compile(r"(\d{4}-\d{2}-\d{2})_([A-Za-z0-9][A-Za-z0-9.+_-]*)")
+HOME = re.compile(r"/(?:home|Users)/[\w.-]+|/root(?=/)|[A-Z]:\\Users\\[\w.-]+")
 # Settings that may differ between the seeds of one record: who ran, and where.
 IDENTITY = {"run_id", "rank", "seed", "logfile", "output_dir", "data_dir", "datasets_dir", "train_files", "val_files",
             "tokenizer_path", "model_path", "quantized_model_path", "local_rank", "is_main_process", "eval_only"}
@@ -117,6 +120,15 @@ def log_files(folder: Path) -> list[Path]:
         if found := sorted(path for path in paths if path.name != "requirements.txt"):
             return found
     return []
+
+def read_logs(paths: Iterable[Path], records: bool = True) -> list[Log]:
+    """Every log, those in a folder too, by seed. Raises ValueError where there is none or a file is none."""
+    logs = []
+    for path in paths:
+        if path.is_dir() and not log_files(path):
+            raise ValueError(f"{path}: no *.log or *.txt log there; give a folder with logs, or logs")
+        logs += [read_log(file, records) for file in (log_files(path) if path.is_dir() else [path])]
+    return sorted(logs, key=lambda log: log.seed or 0)
 
 def read_record(folder: Path) -> Record:
     """Reads what is readable. Raises ValueError only when `folder` is no folder."""

@@ -12,8 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from golf.records import RECORDS
-
+ROOT = Path(__file__).resolve().parent.parent
 GRACE_SECONDS = 3  # between asking a process group to end and ending it
 # Small, yet with matrices of over 65,536 weights, so that Hessians, int6 and int8 all run. The user's settings win.
 TINY = {"VOCAB_SIZE": "512", "NUM_LAYERS": "3", "XSA_LAST_N": "3", "NUM_KV_HEADS": "2", "MODEL_DIM": "160",
@@ -26,7 +25,7 @@ SHORT = {"ITERATIONS": "5", "WARMUP_STEPS": "1", "MAX_WALLCLOCK_SECONDS": "0", "
 @cache
 def recipe(name: str = "train_gpt") -> Any:
     """A module of the project: the recipe's own code, or data.shards. The recipe needs PyTorch, so only when used."""
-    sys.path.insert(0, str(RECORDS.parent))
+    sys.path.insert(0, str(ROOT))
     try:
         return importlib.import_module(name)
     finally:
