@@ -81,6 +81,10 @@ class Matrix:
         scale = (self.scale * INT6 / levels).clamp_min(1 / levels).half().float()
         return (self.weight / scale).round().clamp(-levels, levels), scale
 
+    def row_bytes(self, factor: float) -> float:
+        """Entropy of the recipe's row search on weights that are larger by a factor."""
+        return max(entropy_bytes(recipe().quantize_int6_rows(self.weight * factor)[0]), 1.0)
+
     def error(self, codes: Any, scale: Any) -> float:
         """Summed squared error, or the trace of E H E^T with a Hessian."""
         e = self.weight - codes * scale
@@ -260,21 +264,20 @@ def size_line(model: Model) -> dict[str, Any] | None:
 def predictions(model: Model, wd: float) -> list[dict[str, Any]]:
     """Total bytes when all int6 matrices are clipped, coarser or finer, or trained with another weight decay."""
     changes: dict[str, Callable[[Matrix], Coded]] = {"as it is": lambda m: (m.codes, m.scale)}
+    rows = []
     for sigmas in CLIP_SIGMAS:
         changes[f"clip at {sigmas:g} sigma"] = lambda m, k=sigmas: (clip_codes(m.codes, k), m.scale)
     for bits in (4, 5, 7, 8):
         changes[f"{bits} bits"] = lambda m, levels=2 ** (bits - 1) - 1: m.with_levels(levels)
-    for factor in (0.7, 0.85, 1.2, 1.5) if wd > 0 else ():
-        changes[f"weight decay {wd * factor:.4g} instead of {wd:g}"] = (
-            lambda m, f=factor ** -WD_EXPONENT: (recipe().quantize_int6_rows(m.weight * f)[0].float(), None))
-    rows = []
     for change, coded in changes.items():
-        size, error = model.total, 0.0
-        for m in model.int6:
-            codes, scale = coded(m)
-            size += m.estimate(codes) - m.compressed
-            error = None if scale is None else error + m.error(codes, scale)
-        rows.append({"change": change, "bytes": round(size), "error": error})
+        pairs = [(m, *coded(m)) for m in model.int6]
+        size = model.total + sum(m.estimate(codes) - m.compressed for m, codes, _ in pairs)
+        rows.append({"change": change, "bytes": round(size), "error": sum(m.error(*new) for m, *new in pairs)})
+    now = {m.name: m.row_bytes(1.0) for m in model.int6 if wd > 0}
+    for factor in (0.7, 0.85, 1.2, 1.5) if wd > 0 else ():
+        growth = sum(m.compressed * (m.row_bytes(factor ** -WD_EXPONENT) / now[m.name] - 1) for m in model.int6)
+        rows.append({"change": f"weight decay {wd * factor:.4g} instead of {wd:g}",
+                     "bytes": round(model.total + growth), "error": None})
     return rows
 
 def draw(model: Model, line: dict[str, Any], path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import shutil
@@ -152,8 +153,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"folder": str(folder), "findings": [vars(finding) for finding in findings]})
     else:
-        print(f"made {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-        show(str(folder), findings)
+        print(f"made {os.path.relpath(folder)}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+        show(os.path.relpath(folder), findings)
     return int(any(finding.severity == "error" for finding in findings))
 
 def add_parser(subparsers: Any) -> None:
