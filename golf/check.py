@@ -12,27 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from golf import scripts
+from golf import records, scripts
 from golf.cli import add_command, print_json, print_table
 from golf.logs import Log, final
-from golf.records import (
-    EVAL_CAP_SECONDS,
-    FOLDER_NAME,
-    HOME,
-    IDENTITY,
-    RECORD_SEEDS,
-    SIZE_CAP_BYTES,
-    TRACKS,
-    TRAIN_CAP_SECONDS,
-    Record,
-    facts,
-    is_date,
-    is_scored,
-    mean_std,
-    read_record,
-    seed_in_name,
-    track_name,
-)
+from golf.records import FOLDER_NAME, HOME, IDENTITY, SIZE_CAP_BYTES, Record, facts, is_date, is_scored, mean_std
 
 SEVERITIES = ("error", "warning", "note")
 SCHEMA = json.loads(Path(__file__).with_name("submission.schema.json").read_text(encoding="utf-8"))
@@ -54,8 +37,8 @@ def folder_day(record: Record) -> str | None:
 
 def track(record: Record) -> Iterator[str]:
     claimed, parent = record.submission.get("track"), record.folder.resolve().parent.name
-    meant = track_name(str(claimed))
-    if claimed is not None and (meant is None or track_name(parent) not in (None, meant)):
+    meant = records.track_name(str(claimed))
+    if claimed is not None and (meant is None or records.track_name(parent) not in (None, meant)):
         yield f"track {claimed!r} in {parent}/"
 
 def dates(record: Record) -> Iterator[str]:
@@ -135,12 +118,12 @@ def train_time(record: Record) -> Iterator[str]:
     for log in record.logs:
         seconds = max(log.train_seconds or 0.0, log.last_read_seconds or 0.0)
         step = (log.train_seconds or 0.0) / (log.steps_done or 1) if not log.hessian_seconds else 0.0
-        if seconds > TRAIN_CAP_SECONDS + step:
+        if seconds > records.TRAIN_CAP_SECONDS + step:
             yield f"{log.path.name}: {seconds:.1f} s, of them Hessians {log.hessian_seconds or 0:.1f} s"
 
 def eval_time(record: Record) -> Iterator[str]:
     for log in record.logs:
-        if (log.eval_seconds or 0.0) > EVAL_CAP_SECONDS:
+        if (log.eval_seconds or 0.0) > records.EVAL_CAP_SECONDS:
             yield f"{log.path.name}: {log.eval_seconds:.1f} s"
 
 def seeds(record: Record) -> Iterator[str]:
@@ -149,7 +132,7 @@ def seeds(record: Record) -> Iterator[str]:
         if count > 1:
             yield f"seed {seed} occurs {count} times"
     for log in record.logs:
-        if log.seed is not None and seed_in_name(log) not in (None, log.seed):
+        if log.seed is not None and records.seed_in_name(log) not in (None, log.seed):
             yield f"{log.path.name} is a run with seed {log.seed}"
     if claimed and logged and not record.broken:
         yield from (f"seed {seed} is claimed, but no log has it" for seed in sorted(set(claimed) - set(logged)))
@@ -345,7 +328,8 @@ RULES = [Rule(*row) for row in (
     ("names", "error", "the folder is called YYYY-MM-DD_Name (letters, digits, . _ + -) inside records/track_<track>/",
      "rename the folder, for example to 2026-04-01_ShortName",
      lambda r: [] if folder_day(r) else [r.folder.resolve().name]),
-    ("track", "error", "the track exists and is that of the parent folder", f"write one of {', '.join(TRACKS)}", track),
+    ("track", "error", "the track exists and is that of the parent folder",
+     f"write one of {', '.join(records.TRACKS)}", track),
     ("date", "warning", "submission.json has the folder's date", "make them agree", dates),
     ("schema", "error", "submission.json follows submission.schema.json", "see golf/submission.schema.json; `golf new` "
      "writes a valid file", schema),
@@ -367,14 +351,16 @@ RULES = [Rule(*row) for row in (
      "holds", source),
     ("source-logged", "warning", "each log holds the script that ran", "ship logs/<run>.txt, not the console's output",
      lambda r: [f"{log.path.name} holds no script" for log in r.logs if log.source is None]),
-    ("train-time", "record", f"training with Hessians, and reading training data, ends within {TRAIN_CAP_SECONDS} s",
+    ("train-time", "record",
+     f"training with Hessians, and reading training data, ends within {records.TRAIN_CAP_SECONDS} s",
      "raise GPTQ_RESERVE_SECONDS or lower MAX_WALLCLOCK_SECONDS", train_time),
-    ("eval-time", "record", f"evaluation takes at most {EVAL_CAP_SECONDS} s", "raise EVAL_STRIDE or evaluate less",
-     eval_time),
+    ("eval-time", "record", f"evaluation takes at most {records.EVAL_CAP_SECONDS} s",
+     "raise EVAL_STRIDE or evaluate less", eval_time),
     ("seeds", "error", "seeds are distinct, named rightly, and the same in logs and submission.json: none is left out",
      "ship one train_seed<seed>.log for every seed that was run, and report them all", seeds),
-    ("seed-count", "warning", f"a record shows at least {RECORD_SEEDS} seeds", "run more seeds: p < 0.01 needs them",
-     lambda r: [f"{len(r.logs)} logs"] if r.track == "10min_16mb" and 0 < len(r.logs) < RECORD_SEEDS else []),
+    ("seed-count", "warning", f"a record shows at least {records.RECORD_SEEDS} seeds",
+     "run more seeds: p < 0.01 needs them",
+     lambda r: [f"{len(r.logs)} logs"] if r.track == "10min_16mb" and 0 < len(r.logs) < records.RECORD_SEEDS else []),
     ("settings", "error", "all seeds ran with the same settings", "ship seeds of one recipe", same_settings),
     ("machines", "warning", "all seeds ran on one kind of machine with one PyTorch",
      "say in the README which seed ran where", machines),
@@ -420,7 +406,7 @@ class Finding:
 
 def check_folder(folder: Path, may_import: bool = True) -> list[Finding]:
     """All findings, errors first. Raises ValueError when `folder` is no folder."""
-    record = read_record(folder)
+    record = records.read_record(folder)
     record.may_import = may_import
     severity = {"record": "error" if record.track == "10min_16mb" else "note"}
     findings = [Finding(severity.get(rule.severity, rule.severity), rule.name, rule.text, value, rule.remedy)

@@ -6,6 +6,7 @@ import ast
 import hashlib
 import lzma
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -40,13 +41,15 @@ PLAIN_DECORATORS = {"property", "staticmethod", "classmethod", "contextmanager",
 class Stripper(ast.NodeTransformer):
     """Drops docstrings and the annotations of functions, and frees parameters to be renamed.
 
-    Class bodies keep their annotations, since dataclasses read them. A parameter that no call in the script gives by
-    name, and those before it, become positional-only: only then may the minifier rename it.
+    Class bodies keep their annotations, since dataclasses read them. Parameters before the first whose name is a
+    keyword of a call, or a text, in the script become positional-only: only then may the minifier rename them.
     """
 
     def __init__(self, tree: ast.Module) -> None:
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        nodes = list(ast.walk(tree))
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
         self.keywords = {keyword.arg for call in calls for keyword in call.keywords}
+        self.keywords |= {node.value for node in nodes if isinstance(node, ast.Constant)}
         self.spread = {last_name(call.func) for call in calls if any(k.arg is None for k in call.keywords)}
 
     def visit_Module(self, node: ast.Module) -> ast.AST:
@@ -76,17 +79,6 @@ def last_name(node: ast.expr) -> str:
     node = node.func if isinstance(node, ast.Call) else node
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
-def drop_unused_imports(tree: ast.Module) -> None:
-    """Drops names of the standard library that only annotations used."""
-    used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    used |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    for node in list(tree.body):
-        standard = isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in sys.stdlib_module_names
-        if standard and node.module != "__future__":
-            node.names = [alias for alias in node.names if alias.name == "*" or (alias.asname or alias.name) in used]
-            if not node.names:
-                tree.body.remove(node)
-
 def shrink_source(source: str, rename_globals: bool = False) -> str:
     """The same program in fewer characters. Raises ValueError for text that is no Python.
 
@@ -100,12 +92,12 @@ def shrink_source(source: str, rename_globals: bool = False) -> str:
         tree = ast.parse(source)
     except SyntaxError as error:
         raise ValueError(f"line {error.lineno} is no Python ({error.msg}); pack a script that runs") from None
-    drop_unused_imports(tree := Stripper(tree).visit(tree))
+    tree = ast.fix_missing_locations(Stripper(tree).visit(tree))
     annotations = python_minifier.RemoveAnnotationsOptions(remove_argument_annotations=False,
                                                            remove_return_annotations=False)
     return python_minifier.minify(
-        ast.unparse(ast.fix_missing_locations(tree)), remove_annotations=annotations, hoist_literals=False,
-        rename_globals=rename_globals, preserve_globals=["Hyperparameters"], preserve_shebang=False)
+        ast.unparse(tree), remove_annotations=annotations, hoist_literals=False, rename_globals=rename_globals,
+        preserve_globals=["Hyperparameters"], preserve_shebang=False)
 
 # -- smaller bytes -----------------------------------------------------------------------------------------------------
 
@@ -130,8 +122,7 @@ def to_text(data: bytes) -> str:
     return digits[::-1].decode("ascii")
 
 def needs_brotli(source: str) -> bool:
-    names = [n for n in ast.walk(ast.parse(source)) if isinstance(n, (ast.Import, ast.ImportFrom))]
-    return any("brotli" in [getattr(n, "module", ""), *(alias.name for alias in n.names)] for n in names)
+    return re.search(r"(?m)^\s*(import|from) brotli\b", source) is not None
 
 def pack_source(source: bytes, name: str, codec: str = "auto",
                 rename_globals: bool = False) -> tuple[str, dict[str, Any]]:
