@@ -6,84 +6,46 @@ import json
 from pathlib import Path
 from typing import Any
 
-from golf.console import add_command, print_json, print_table, write_file
+from golf.cli import add_command, print_json, print_table, shown, write_file
 from golf.records import RECORD_MARGIN_NATS, RECORDS, TRACKS, read_record, track_name
 
 BEGIN, END = "<!-- board: made by `python -m golf board`, do not edit -->", "<!-- board: end -->"
-
-
-def add_parser(subparsers: Any) -> None:
-    parser = add_command(subparsers, "board", run, "rebuild the leaderboards in records/README.md")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when the tables are out of date")
-    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the tracks, README.md, published.json")
-
-
-def run(args: argparse.Namespace) -> int:
-    path = args.records / "README.md"
-    published = json.loads((args.records / "published.json").read_text(encoding="utf-8"))
-    rows = {track: entries(args.records / f"track_{track}", published["rows"]) for track in TRACKS}
-    old = path.read_text(encoding="utf-8")
-    new = replace_board(path, old, board(rows, published))
-    stale = new != old
-    if stale and not args.check:
-        write_file(path, new)
-    if args.json:
-        print_json({"tracks": rows, "out_of_date": stale, "written": stale and not args.check})
-    else:
-        for track, found in rows.items():
-            print_table(track, ("rank", "bpb", "name", "status"),
-                        [(row["rank"], f"{row['val_bpb']:.4f}", row["name"], row["status"]) for row in found])
-        print(f"{path} {'is out of date' if args.check else 'was rebuilt'}; run `python -m golf board`" if stale and
-              args.check else f"{path} {'was rebuilt' if stale else 'is up to date'}")
-    return int(stale and args.check)
-
-
-def replace_board(path: Path, text: str, tables: str) -> str:
-    """The text with new tables between the markers. Raises ValueError when a marker is missing."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path}: the tables belong between the lines '{BEGIN}' and '{END}'; put them back")
-    return f"{before}{BEGIN}\n{tables}{END}{after}"
-
 
 def entries(folder: Path, published: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One track's own entries, best first, with rank and status. Raises ValueError for an unreadable one."""
     found = [entry(path.parent) for path in sorted(folder.glob("*/submission.json"))]
     found.sort(key=lambda row: (round(row["val_bpb"], 4), row["date"], row["folder"]))
-    theirs = [row for row in published if track_name(row["track"]) == track_name(folder.name)]
+    track = track_name(folder.name)
+    rivals = [*found, *(row for row in published if track_name(row["track"]) == track)]
     for place, row in enumerate(found):
         tie = place > 0 and round(found[place - 1]["val_bpb"], 4) == round(row["val_bpb"], 4)
         row["rank"] = found[place - 1]["rank"] if tie else f"{place + 1}"
-        row["status"] = status(row, [*theirs, *found], track_name(folder.name) or "") + (", tie" if tie else "")
+        record = track == "10min_16mb" and is_record(row, rivals)
+        row["status"] = ("record" if record else "non-record") + (", tie" if tie else "")
     return found
-
 
 def entry(folder: Path) -> dict[str, Any]:
     record = read_record(folder)
     values = record.submission
-    if record.raw is None or not isinstance(values.get("val_bpb"), (int, float)):
+    if not isinstance(values.get("val_bpb"), (int, float)):
         raise ValueError(f"{folder}/submission.json: no val_bpb to rank by; run `python -m golf check {folder}`")
     return {"folder": f"{folder.parent.name}/{folder.name}", "val_bpb": values["val_bpb"],
             "val_loss": values.get("val_loss"), "val_bpb_std": values.get("val_bpb_std"),
             "name": str(values.get("name", folder.name)), "author": str(values.get("author", "?")),
             "date": str(values.get("date", ""))[:10], "seeds": len(record.seeds), "bytes": values.get("bytes_total")}
 
-
-def status(row: dict[str, Any], rivals: list[dict[str, Any]], track: str) -> str:
-    """`record` when the entry beat all of its track that are older by the margin, which is in nats; p is not judged."""
-    if track != "10min_16mb":
-        return "non-record"
+def is_record(row: dict[str, Any], rivals: list[dict[str, Any]]) -> bool:
+    """Whether it beat all of its track that are older by the margin, which is in nats; p is not judged."""
     margin = RECORD_MARGIN_NATS * row["val_bpb"] / row["val_loss"] if row["val_loss"] else 0.0
     older = [rival["val_bpb"] for rival in rivals if rival is not row and (rival["date"] or "") <= row["date"]
              and ("folder" not in rival or (rival["date"], rival["val_bpb"]) < (row["date"], row["val_bpb"]))]
-    return "record" if all(row["val_bpb"] <= best - margin for best in older) else "non-record"
-
+    return all(row["val_bpb"] <= best - margin for best in older)
 
 def board(rows: dict[str, list[dict[str, Any]]], published: dict[str, Any]) -> str:
+    """The Markdown of all tables, in ASCII."""
     lines = []
     for track, found in rows.items():
-        table = [[row["rank"], f"{row['val_bpb']:.4f}", shown(row["val_bpb_std"]),
+        table = [[row["rank"], f"{row['val_bpb']:.4f}", shown(row["val_bpb_std"], ".4f"),
                   f"[{row['name']}]({row['folder']}/README.md)", row["author"], row["date"], row["seeds"] or "-",
                   row["bytes"] or "-", row["status"]] for row in found]
         head = ("rank", "bpb", "std", "name", "author", "date", "seeds", "bytes", "status")
@@ -95,14 +57,36 @@ def board(rows: dict[str, list[dict[str, Any]]], published: dict[str, Any]) -> s
         table = [[f"{row['val_bpb']:.4f}", row["name"], row["date"] or "-",
                   f"#{row['pull_request']}" if row["pull_request"] else "-"] for row in theirs]
         lines += [f"#### {track}", "", *markdown(("bpb", "name", "date", "pull request"), table), ""]
-    return "\n".join(lines)
-
-
-def shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
+    return "\n".join(lines).encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 def markdown(head: tuple[str, ...], rows: list[list[Any]]) -> list[str]:
-    """A Markdown table in ASCII."""
     lines = [head, ["-"] * len(head), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
-    return [f"| {' | '.join(line)} |".encode("ascii", "xmlcharrefreplace").decode("ascii") for line in lines]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+def run(args: argparse.Namespace) -> int:
+    """0 when the tables are, or were made, up to date; 1 with --check when they are not."""
+    path = args.records / "README.md"
+    published = json.loads((args.records / "published.json").read_text(encoding="utf-8"))
+    rows = {track: entries(args.records / f"track_{track}", published["rows"]) for track in TRACKS}
+    old = path.read_text(encoding="utf-8")
+    before, begin, rest = old.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path}: the tables belong between the lines '{BEGIN}' and '{END}'; put them back")
+    new = f"{before}{BEGIN}\n{board(rows, published)}{END}{after}"
+    if new != old and not args.check:
+        write_file(path, new)
+    if args.json:
+        print_json({"tracks": rows, "out_of_date": new != old, "written": new != old and not args.check})
+    else:
+        for track, found in rows.items():
+            print_table(track, ("rank", "bpb", "name", "status"),
+                        [(row["rank"], f"{row['val_bpb']:.4f}", row["name"], row["status"]) for row in found])
+        stale = "is out of date; run `python -m golf board`" if args.check else "was rebuilt"
+        print(f"{path} {stale if new != old else 'is up to date'}")
+    return int(new != old and args.check)
+
+def add_parser(subparsers: Any) -> None:
+    parser = add_command(subparsers, "board", run, "rebuild the leaderboards in records/README.md")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when the tables are out of date")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the tracks, README.md, published.json")

@@ -1,13 +1,16 @@
-"""The command line: each module of MODULES adds its commands with `add_parser(subparsers)`."""
+"""The command line, and what its commands share: tables, JSON, and files that are never half written."""
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-MODULES = ("new", "check", "compare", "board", "pack", "fit", "plots", "machine")
-
+MODULES = ("new", "check", "compare", "board", "pack", "fit", "plots", "machine")  # each has an add_parser(subparsers)
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="golf", description="From a run to a valid, honest, smaller submission.",
@@ -16,7 +19,6 @@ def build_parser() -> argparse.ArgumentParser:
     for name in MODULES:
         importlib.import_module(f"golf.{name}").add_parser(subparsers)
     return parser
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; errors of the user become one line on stderr and status 2."""
@@ -29,3 +31,54 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+def add_command(subparsers: Any, name: str, run: Callable[[argparse.Namespace], int],
+                meaning: str) -> argparse.ArgumentParser:
+    """A subcommand with --json; `run` gets the arguments and returns the exit status (0 fine, 1 violations)."""
+    parser = subparsers.add_parser(name, help=meaning, description=meaning)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.set_defaults(run=run)
+    return parser
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, default=str))
+
+def shown(value: Any, form: str = "") -> str:
+    """A value in its format, `-` for None."""
+    return "-" if value is None else format(value, form)
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A rich table on a terminal; aligned plain text in a pipe or file."""
+    cells = [[shown(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+        table = Table(*columns, title=escape(title), title_justify="left")
+        for row in cells:
+            table.add_row(*map(escape, row))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(columns, *cells)]
+    print(title)
+    for row in (list(columns), *cells):
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+def check_output(path: Path, force: bool) -> None:
+    """Raises ValueError before any work is done when `path` is there and may not be replaced."""
+    if path.exists() and not force:
+        raise ValueError(f"{path} exists and is kept; choose another -o, or replace it with --force")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is no folder; make it, or choose another -o")
+
+def write_file(path: Path, data: bytes | str) -> None:
+    """Writes under a temporary name, syncs and renames: a crash never leaves half a file under `path`."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as f:
+            f.write(data.encode("utf-8") if isinstance(data, str) else data)
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -13,7 +13,6 @@ OFFICIAL = ("ttt", "sliding", "int6")
 SUMMARY_NUMBERS = {"train_seconds": float, "hessian_seconds": float, "eval_seconds": float, "code_bytes": int,
                    "model_bytes": int, "total_bytes": int, "peak_memory_mib": int, "parameters": int, "steps": int}
 
-
 @dataclass
 class Log:
     """One run. What the file does not say is None or empty."""
@@ -53,19 +52,14 @@ class Log:
     @property
     def hardware(self) -> str | None:
         """Such as `8 x NVIDIA H100 80GB HBM3`; None when the log names no machine."""
-        if self.machine:
-            return self.machine
-        return f"{self.world_size or '?'} x {self.gpu}" if self.gpu else None
-
+        return self.machine or (f"{self.world_size or '?'} x {self.gpu}" if self.gpu else None)
 
 def final(log: Log) -> tuple[float, float, float | None]:
     """The official score: val_loss in nats, val_bpb, eval seconds. Raises ValueError when nothing was scored."""
-    for name in OFFICIAL:
-        if name in log.evaluations:
-            return log.evaluations[name]
+    if found := [log.evaluations[name] for name in OFFICIAL if name in log.evaluations]:
+        return found[0]
     raise ValueError(f"{log.path}: no final score; a whole run ends with final_int6_roundtrip or "
                      "final_int6_sliding_window; let the run finish")
-
 
 def read_log(path: Path | str, records: bool = True) -> Log:
     """The log at `path`, made more exact by the .jsonl beside it unless `records` is off.
@@ -89,7 +83,6 @@ def read_log(path: Path | str, records: bool = True) -> Log:
     complete(log)
     return log
 
-
 # -- head: settings, source, versions ----------------------------------------------------------------------------------
 
 RULE = r"={60,}[ \t]*\r?$"
@@ -98,8 +91,8 @@ NEXT_RULE = re.compile(rf"(?m)^{RULE}")
 FILE_START = re.compile(rf"\A{RULE}\nHyperparameters:", re.MULTILINE)  # the console has no rule there
 SETTINGS_START = re.compile(rf"\A(?:{RULE}\n)?Hyperparameters:[ \t]*\n", re.MULTILINE)
 SETTING = re.compile(r"  (\w+): ?(.*)\n")
-GPU_ROW = re.compile(r"(?m)^\|\s+\d+\s+(\S.*?)\s+(?:On|Off|N/A)\s+\|")
-
+VERSIONS = [re.compile(rf"(?m)^{pattern}") for pattern in (
+    r"Running Python (\S+)", r"Running PyTorch (\S+)", r"\|\s+\d+\s+(\S.*?)\s+(?:On|Off|N/A)\s+\|")]  # last: a GPU
 
 def split_head(log: Log, text: str) -> tuple[str, str]:
     """Settings, source and versions apart from the log lines.
@@ -112,25 +105,18 @@ def split_head(log: Log, text: str) -> tuple[str, str]:
             raise ValueError(f"{log.path}:2: no rule of '=' followed by 'Running Python' ends settings and source: the "
                              "file is cut short; copy the whole log")
         return "", text
-    end = ends[-1]
-    log.source = text[:end.start()]
-    rest = text[end.end():]
+    log.source, rest = text[:ends[-1].start()], text[ends[-1].end():]
     rule = NEXT_RULE.search(rest)
     stop = rule.end() if rule else rest.find("\n", rest.find("\nRunning PyTorch") + 1)
     return rest[:stop], rest[stop:].removeprefix("\n")
-
 
 def read_head(log: Log, versions: str) -> None:
     if log.source is not None:
         log.settings, at = read_settings(log.source)
         log.source = re.sub(rf"\A{RULE}\n", "", log.source[at:], flags=re.MULTILINE)
         log.source = log.source.removesuffix("\n")  # the log's own line end; the file's own stays
-    for name in ("Python", "PyTorch"):
-        match = re.search(rf"(?m)^Running {name} (\S+)", versions)
-        setattr(log, "python_version" if name == "Python" else "torch_version", match and match[1])
-    match = GPU_ROW.search(versions)
-    log.gpu = match and match[1]
-
+    log.python_version, log.torch_version, log.gpu = (
+        match and match[1] for match in (pattern.search(versions) for pattern in VERSIONS))
 
 def read_settings(text: str) -> tuple[dict[str, str], int]:
     """The indented `name: value` lines under `Hyperparameters:` and the position after them."""
@@ -141,7 +127,6 @@ def read_settings(text: str) -> tuple[dict[str, str], int]:
     while match := SETTING.match(text, at):
         settings[match[1]], at = match[2].rstrip("\r"), match.end()
     return settings, at
-
 
 # -- body: one line, one fact ------------------------------------------------------------------------------------------
 
@@ -170,7 +155,6 @@ FACTS = {name: re.compile(pattern) for name, pattern in {
     "last_read_seconds": rf"training data last read at {NUMBER}s",
 }.items()}
 
-
 def read_body(log: Log, text: str) -> bool:
     """Takes every known line; true when there was a step, a validation or a score among them."""
     body, _, summary = text.partition("\n---\n")
@@ -181,22 +165,24 @@ def read_body(log: Log, text: str) -> bool:
         if not (read_step(log, line) or read_score(log, line)):
             read_fact(log, line)
     log.summary = dict(line.split(": ", 1) for line in summary.split("\n") if re.match(r"\w+: ", line))
-    for name, kind in SUMMARY_NUMBERS.items():
-        if name in log.summary:
-            try:
-                setattr(log, "steps_done" if name == "steps" else name, kind(log.summary[name]))
-            except ValueError:
-                raise ValueError(f"{log.path}: summary line '{name}: {log.summary[name]}' must be a number") from None
+    try:
+        take_summary(log, {name: SUMMARY_NUMBERS[name](text) for name, text in log.summary.items()
+                           if name in SUMMARY_NUMBERS})
+    except ValueError as error:
+        raise ValueError(f"{log.path}: a line of the summary must be a number: {error}") from None
     if "valid" in log.summary:
         log.valid = log.summary["valid"].startswith("yes")
     return bool(log.steps or log.validations or log.evaluations)
 
+def take_summary(log: Log, values: dict[str, Any]) -> None:
+    for name in SUMMARY_NUMBERS:
+        if name in values:
+            setattr(log, "steps_done" if name == "steps" else name, values[name])
 
 def read_step(log: Log, line: str) -> bool:
     if match := STEP.match(line):
-        step, log.iterations, seconds = int(match[1]), int(match[2]), None
-        if match[4]:
-            seconds = float(match[4]) * SECONDS[match[5]]
+        step, log.iterations = int(match[1]), int(match[2])
+        seconds = float(match[4]) * SECONDS[match[5]] if match[4] else None
         log.steps.append((step, float(match[3]), seconds, float(match[6]) if match[6] else None))
     elif match := VALIDATION.match(line):
         step, log.iterations = int(match[1]), int(match[2])
@@ -208,7 +194,6 @@ def read_step(log: Log, line: str) -> bool:
     log.steps_done = max(log.steps_done or 0, step)
     return True
 
-
 def read_score(log: Log, line: str) -> bool:
     match = SCORE.match(line)
     if not match or not (name := score_name(match[1])):
@@ -219,7 +204,6 @@ def read_score(log: Log, line: str) -> bool:
     log.evaluations[name] = (loss, bpb, seconds)
     return True
 
-
 def score_name(label: str) -> str | None:
     """Which evaluation a published label means: pre_quant, int6 (quantised, no overlap), sliding or ttt."""
     if "pre-quant" in label:
@@ -228,15 +212,12 @@ def score_name(label: str) -> str | None:
         return None
     return "ttt" if "ttt" in label else "sliding" if "sliding" in label else "int6"
 
-
 def read_fact(log: Log, line: str) -> None:
     for name, pattern in FACTS.items():
         if match := pattern.match(line):
-            old = getattr(log, name)
             kind = str if name in ("machine", "attention") else float if name.endswith("seconds") else int
-            if old is None or name not in ("seed", "world_size"):
+            if getattr(log, name) is None or name not in ("seed", "world_size"):
                 setattr(log, name, kind(match[1]))
-
 
 # -- the .jsonl beside it, and what follows from the rest --------------------------------------------------------------
 
@@ -261,7 +242,6 @@ def merge_records(log: Log, path: Path) -> None:
                          "move one of them")
     apply_records(log, by_kind)
 
-
 def apply_records(log: Log, by_kind: dict[str, list[dict[str, Any]]]) -> None:
     if steps := by_kind.get("step"):
         log.steps = [(r["step"], r["train_loss"], r["train_seconds"], r["tokens_per_second"]) for r in steps]
@@ -271,10 +251,7 @@ def apply_records(log: Log, by_kind: dict[str, list[dict[str, Any]]]) -> None:
     for r in by_kind.get("evaluation", []):
         log.evaluations[r["name"]] = (r["val_loss"], r["val_bpb"], r["eval_seconds"])
     for r in by_kind.get("summary", []):
-        for name in SUMMARY_NUMBERS:
-            if name in r:
-                setattr(log, "steps_done" if name == "steps" else name, r[name])
-
+        take_summary(log, r)
 
 def complete(log: Log) -> None:
     """Derives what a log without summary only implies: seed, ranks, whole train and eval seconds, total bytes."""

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import platform
 import re
@@ -11,46 +12,72 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import trial
-from .console import add_command
-from .logs import Log, read_log
-from .trial import Finding, judged
+from golf import trial
+from golf.cli import add_command, print_json, print_table
+from golf.logs import Log, read_log
+from golf.records import EVAL_CAP_SECONDS, SIZE_CAP_BYTES, TRAIN_CAP_SECONDS
 
 TFLOPS = {"H100": 700, "H200": 700, "B200": 1400, "A100": 230}  # bf16 products that a healthy GPU reaches at least
 DISK_MB_S = 200  # 8 ranks at full speed read 16 MB/s of tokens; slower disks still stall at the start of a run
 FREE_BYTES = 2_000_000_000  # model, artifact, logs and compile caches
-CAP_BYTES, CAP_SECONDS = 16_000_000, 600
 SAMPLED_BATCHES = 4  # Hessian batches of a preflight
 
+@dataclass
+class Finding:
+    """One line of a verdict: what was looked at, what it is, ok / warn / fail, and what to do about it."""
+
+    check: str
+    value: str
+    verdict: str = "ok"
+    remedy: str = ""
+
+def judged(check: str, value: str, fine: bool, remedy: str, otherwise: str = "warn") -> Finding:
+    return Finding(check, value) if fine else Finding(check, value, otherwise, remedy)
+
+def show(title: str, findings: list[Finding], as_json: bool) -> int:
+    """Prints the findings as a table or as JSON; 1 when one of them is a failure."""
+    failed = any(f.verdict == "fail" for f in findings)
+    if as_json:
+        print_json({"verdict": "fail" if failed else "ok", "findings": [asdict(f) for f in findings]})
+    else:
+        print_table(title, ["check", "found", "verdict", "remedy"], [list(asdict(f).values()) for f in findings])
+        print("verdict: " + ("not ready, see the remedies" if failed else "ready"))
+    return int(failed)
+
+def data_settings(args: argparse.Namespace) -> Any:
+    """The recipe's settings, with data folder and vocabulary size of the options, else of the environment."""
+    given = {"DATA_DIR": args.data_dir, "VOCAB_SIZE": args.vocab_size and str(args.vocab_size)}
+    names = ("DATA_DIR", "VOCAB_SIZE", "TRANSFORM", "ATTENTION")
+    return trial.recipe().Hyperparameters.from_env(
+        {name: value for name in names if (value := given.get(name) or os.environ.get(name)) is not None})
 
 # -- doctor ------------------------------------------------------------------------------------------------------------
 
 def check_software() -> Iterator[Finding]:
+    free = shutil.disk_usage(Path.cwd()).free
     yield judged("Python", platform.python_version(), sys.version_info >= (3, 10), "install Python 3.10", "fail")
-    for name in ("numpy", "sentencepiece", "brotli", "tqdm"):
+    yield judged("free disk", f"{free / 1e9:.1f} GB here", free > FREE_BYTES,
+                 f"free {FREE_BYTES / 1e9:.0f} GB, or work in another folder", "fail")
+    for name in ("numpy", "sentencepiece", "brotli", "tqdm", "torch"):
         try:
-            module = __import__(name)
-            yield Finding(name, getattr(module, "__version__", "there"))
+            yield Finding(name, getattr(importlib.import_module(name), "__version__", "there"))
         except ImportError as error:
             yield Finding(name, str(error), "fail", f"pip install {name}")
 
+def check_gpu() -> Iterator[Finding]:
+    """Driver, GPUs and NCCL."""
+    import torch
 
-def check_torch() -> Iterator[Finding]:
-    """PyTorch, driver, GPUs and NCCL."""
-    try:
-        import torch
-    except ImportError as error:
-        yield Finding("PyTorch", str(error), "fail", "pip install torch (a build for this CUDA driver)")
-        return
-    yield Finding("PyTorch", f"{torch.__version__}, built for CUDA {torch.version.cuda or '-'}")
     driver = gpu_driver()
-    yield Finding("NVIDIA driver", driver or "none found")
+    yield Finding("NVIDIA driver", f"{driver or 'none found'}; PyTorch is built for CUDA {torch.version.cuda or '-'}")
     if not torch.cuda.is_available():
-        yield Finding("GPU", "none that PyTorch can use", *(("warn", "runs on the CPU are for trying out only")
-                      if driver is None else ("fail", "install the PyTorch build for this driver's CUDA version")))
+        yield judged("GPU", "none that PyTorch can use", False, *(
+            ("install the PyTorch build for this driver's CUDA version", "fail") if driver else
+            ("runs on the CPU are for trying out only", "warn")))
         return
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     free, total = torch.cuda.mem_get_info(0)
@@ -61,113 +88,59 @@ def check_torch() -> Iterator[Finding]:
     yield judged("NCCL", ".".join(map(str, torch.cuda.nccl.version())) if nccl else "not in this PyTorch",
                  nccl or len(names) == 1, "install a PyTorch build with NCCL", "fail")
 
-
 def gpu_driver() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
                           text=True, check=False, timeout=60)
-    return done.stdout.split("\n")[0].strip() or "nvidia-smi failed" if done.returncode == 0 else "nvidia-smi failed"
+    return done.stdout.split("\n")[0].strip() if done.returncode == 0 and done.stdout.strip() else "nvidia-smi failed"
 
-
-def check_attention() -> Iterator[Finding]:
+def check_attention(hp: Any) -> Finding:
     """The first backend that computes a forward and a backward pass here, and why not the ones before it."""
+    tg = trial.recipe()
+    device = tg.choose_device("auto", 0)
     try:
-        import torch
-    except ImportError:
-        return
-    refused = []
-    for name in ("fa3", "cudnn", "flash", "math"):
-        try:
-            probe_attention(torch, name)
-        except (ImportError, RuntimeError, AttributeError) as error:
-            refused.append(f"{name}: {str(error).splitlines()[0]}")
-            continue
-        yield judged("attention", f"{name} ({'; '.join(refused) or 'first choice'})",
-                     name != "math" or not torch.cuda.is_available(), "no fast kernel: install a PyTorch for this GPU")
-        return
-    yield Finding("attention", "; ".join(refused), "fail", "reinstall PyTorch")
+        reason = tg.choose_attention(hp, device, tg.choose_dtype("auto", device)[0])[1]
+    except ValueError as error:
+        return Finding("attention", str(error), "fail", "reinstall PyTorch")
+    return judged("attention", reason, device.type != "cuda" or not reason.startswith("math"),
+                  "no fast kernel: install a PyTorch for this GPU")
 
-
-def probe_attention(torch: Any, name: str) -> None:
-    """A tiny causal forward and backward with one backend. Raises ImportError or RuntimeError with the reason."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    cuda = torch.cuda.is_available()
-    if name == "fa3":
-        from flash_attn_interface import flash_attn_func
-    elif name == "cudnn" and (not cuda or torch.cuda.get_device_capability() < (9, 0)):
-        raise RuntimeError("slower than flash before Hopper" if cuda else "needs a CUDA GPU")
-    kind = {"device": "cuda", "dtype": torch.bfloat16} if cuda else {}
-    q, k, v = (torch.randn(2, 128, heads, 64, **kind, requires_grad=True) for heads in (8, 4, 4))
-    if name == "fa3":
-        out = flash_attn_func(q, k, v, causal=True)
-        out = out[0] if isinstance(out, tuple) else out
-    else:
-        backend = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "math": "MATH"}[name]
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True)
-    out.float().square().mean().backward()
-    if not bool(q.grad.isfinite().all()):
-        raise RuntimeError("its gradient is not finite")
-
-
-def check_data(data_dir: Path, vocab_size: int) -> Iterator[Finding]:
+def check_data(hp: Any) -> Iterator[Finding]:
     """Tokenizer and every shard's header and size."""
-    fetch = f"python data/cached_challenge_fineweb.py --variant sp{vocab_size}, or set --data-dir and --vocab-size"
-    tokenizer = trial.tokenizer_file(data_dir, vocab_size)
-    yield judged("tokenizer", str(tokenizer), tokenizer.is_file(), fetch, "fail")
+    tg = trial.recipe()
+    fetch = f"python data/cached_challenge_fineweb.py --variant sp{hp.vocab_size}, or set --data-dir and --vocab-size"
+    yield judged("tokenizer", str(hp.tokenizer_path), hp.tokenizer_path.is_file(), fetch, "fail")
     for split in ("train", "val"):
-        paths = sorted(trial.dataset_folder(data_dir, vocab_size).glob(f"fineweb_{split}_*.bin"))
-        problems = [problem for path in paths if (problem := trial.shard_problem(path))]
-        if not paths:
-            yield Finding(f"{split} shards", f"none in {trial.dataset_folder(data_dir, vocab_size)}", "fail", fetch)
-        elif problems:
-            yield Finding(f"{split} shards", "; ".join(problems[:3]), "fail", "delete these and fetch them again")
-        else:
-            tokens = sum((path.stat().st_size - 1024) // 2 for path in paths)
-            yield Finding(f"{split} shards", f"{len(paths)}, {tokens:,} tokens, headers and sizes right")
+        try:
+            counts = [tg.shard_tokens(path) for path in tg.find_shards(hp, split)]
+            yield Finding(f"{split} shards", f"{len(counts)}, {sum(counts):,} tokens, headers and sizes right")
+        except ValueError as error:
+            yield Finding(f"{split} shards", str(error), "fail", fetch)
 
-
-def check_speed(seconds: float, data_dir: Path, vocab_size: int) -> Iterator[Finding]:
+def check_speed(seconds: float, hp: Any) -> Iterator[Finding]:
     """Matrix products and disk reads for about `seconds` together, against what a healthy machine reaches."""
-    try:
-        tflops, device = matmul_tflops(seconds / 2)
-        least = next((value for name, value in TFLOPS.items() if name in device), None)
-        yield judged("matrix products", f"{tflops:.3g} TFLOP/s ({device}; reference: {least or 'none for it'})",
-                     least is None or tflops >= least, "slower than others of its kind: look for other processes and "
-                     "throttling, or take another machine")
-    except ImportError:
-        return
-    paths = sorted(trial.dataset_folder(data_dir, vocab_size).glob("*.bin"), key=lambda p: -p.stat().st_size)
-    if paths:
+    tflops, device = matmul_tflops(seconds / 2)
+    least = next((value for name, value in TFLOPS.items() if name in device), None)
+    yield judged("matrix products", f"{tflops:.3g} TFLOP/s ({device}; reference: {least or 'none for it'})",
+                 least is None or tflops >= least,
+                 "slower than others of its kind: look for other processes and throttling, or take another machine")
+    if paths := sorted(hp.dataset_dir.glob("*.bin"), key=lambda p: -p.stat().st_size):
         speed = read_mb_s(paths, seconds / 2)
         yield judged("disk read", f"{speed:,.0f} MB/s (reference: {DISK_MB_S})", speed >= DISK_MB_S,
                      "copy the data to a local disk")
 
-
 def matmul_tflops(seconds: float) -> tuple[float, str]:
     """bf16 products of 8192 x 8192 on the GPU, fp32 of 1024 x 1024 on a CPU: TFLOP/s and the device's name."""
     import torch
+    from torch.utils.benchmark import Timer
 
     cuda = torch.cuda.is_available()
     size, kind = (8192, {"device": "cuda", "dtype": torch.bfloat16}) if cuda else (1024, {})
-    a, b, done = torch.randn(size, size, **kind), torch.randn(size, size, **kind), 0
-    for _ in range(3):
-        a @ b
-    if cuda:
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    while time.perf_counter() - began < seconds or not done:
-        for _ in range(10):
-            a @ b
-        if cuda:
-            torch.cuda.synchronize()
-        done += 10
-    rate = done * 2 * size ** 3 / (time.perf_counter() - began) / 1e12
+    a, b = torch.randn(size, size, **kind), torch.randn(size, size, **kind)
+    timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())  # warms up, synchronises
+    rate = 2 * size ** 3 / timer.blocked_autorange(min_run_time=seconds).median / 1e12
     return rate, torch.cuda.get_device_name() if cuda else "CPU"
-
 
 def read_mb_s(paths: list[Path], seconds: float) -> float:
     """Sequential MB/s over the largest shards, pages dropped from the cache first where the system allows it."""
@@ -176,72 +149,51 @@ def read_mb_s(paths: list[Path], seconds: float) -> float:
         with path.open("rb", buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            while (block := file.read(1 << 23)) and time.perf_counter() - began < seconds:
+            while time.perf_counter() - began < seconds and (block := file.read(1 << 23)):
                 done += len(block)
-        if time.perf_counter() - began >= seconds:
-            break
     return done / max(time.perf_counter() - began, 1e-9) / 1e6
 
-
-def data_location(args: argparse.Namespace) -> tuple[Path, int]:
-    """Data folder and vocabulary size of the options, else of the environment, else the recipe's."""
-    size = args.vocab_size or os.environ.get("VOCAB_SIZE", "4096")
-    if not str(size).isdigit():
-        raise ValueError(f"VOCAB_SIZE={size} must be a whole number, such as 4096")
-    return Path(args.data_dir or os.environ.get("DATA_DIR", "./data/")), int(size)
-
-
-def doctor_command(args: argparse.Namespace) -> int:
-    data_dir, vocab_size = data_location(args)
-    free = shutil.disk_usage(Path.cwd()).free
-    findings = [*check_software(), *check_torch(), *check_attention(),
-                judged("free disk", f"{free / 1e9:.1f} GB here", free > FREE_BYTES,
-                       f"free {FREE_BYTES / 1e9:.0f} GB, or work in another folder", "fail"),
-                *check_data(data_dir, vocab_size)]
-    if args.seconds > 0:
-        findings += check_speed(args.seconds, data_dir, vocab_size)
-    return trial.show("doctor", findings, args.json)
-
+def run_doctor(args: argparse.Namespace) -> int:
+    findings = list(check_software())
+    if all(f.verdict != "fail" for f in findings if f.check in ("numpy", "torch")):
+        hp = data_settings(args)
+        findings += [*check_gpu(), check_attention(hp), *check_data(hp)]
+        findings += check_speed(args.seconds, hp) if args.seconds > 0 else []
+    return show("doctor", findings, args.json)
 
 # -- preflight ---------------------------------------------------------------------------------------------------------
 
-def slice_data(data_dir: Path, vocab_size: int, val_tokens: int, target: Path) -> tuple[int, int]:
+def slice_data(hp: Any, val_tokens: int, target: Path) -> tuple[int, int]:
     """A data folder that links to the train shards and holds the first validation tokens: (tokens there, in all)."""
     import numpy as np
 
-    source, folder = trial.dataset_folder(data_dir, vocab_size), trial.dataset_folder(target, vocab_size)
-    folder.mkdir(parents=True)
-    trial.tokenizer_file(target, vocab_size).parent.mkdir()
-    trial.tokenizer_file(target, vocab_size).symlink_to(trial.tokenizer_file(data_dir, vocab_size).resolve())
-    for path in source.glob("fineweb_train_*.bin"):
-        (folder / path.name).symlink_to(path.resolve())
-    first, *_ = paths = sorted(source.glob("fineweb_val_*.bin"))
-    tokens = np.fromfile(first, "<u2", val_tokens, offset=1024)
-    trial.write_shard(folder / first.name, tokens)
-    return len(tokens), sum((path.stat().st_size - 1024) // 2 for path in paths)
+    there = trial.recipe().Hyperparameters(data_dir=str(target), vocab_size=hp.vocab_size, transform=hp.transform)
+    for folder in (there.dataset_dir, there.tokenizer_path.parent):
+        folder.mkdir(parents=True)
+    there.tokenizer_path.symlink_to(hp.tokenizer_path.resolve())
+    for path in trial.recipe().find_shards(hp, "train"):
+        (there.dataset_dir / path.name).symlink_to(path.resolve())
+    paths = trial.recipe().find_shards(hp, "val")
+    tokens = np.fromfile(paths[0], "<u2", val_tokens, offset=1024)
+    trial.write_shard(there.dataset_dir / paths[0].name, tokens)
+    return len(tokens), sum(map(trial.recipe().shard_tokens, paths))
 
-
-def preflight_environment(data_dir: Path, output: Path) -> dict[str, str]:
-    """The caller's settings, with those replaced that make a run long or write elsewhere."""
-    environment = {**os.environ, **trial.SHORT, "RUN_ID": "preflight", "DATA_DIR": f"{data_dir}/",
-                   "OUTPUT_DIR": str(output), "GPTQ_CALIBRATION_BATCHES": str(SAMPLED_BATCHES)}
-    environment.pop("EVAL_ONLY", None)
-    return environment
-
-
-def preflight_command(args: argparse.Namespace) -> int:
+def run_preflight(args: argparse.Namespace) -> int:
     """0 when every stage ran and the projections fit the limits, 1 otherwise."""
     if not args.script.is_file():
         raise ValueError(f"{args.script}: no such file; give the path of a training script")
-    data_dir, vocab_size = data_location(args)
-    findings = list(check_data(data_dir, vocab_size))
+    hp = data_settings(args)
+    findings = list(check_data(hp))
     if any(f.verdict == "fail" for f in findings):
-        return trial.show("preflight", findings, args.json)
+        return show("preflight", findings, args.json)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"] * (args.ranks > 1)
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(scratch)
-        part = slice_data(data_dir, vocab_size, args.val_tokens, base / "data")
-        environment = preflight_environment(base / "data", base) | {"VOCAB_SIZE": str(vocab_size)}
+        part = slice_data(hp, args.val_tokens, base / "data")
+        environment = {**os.environ, **trial.SHORT, "RUN_ID": "preflight", "DATA_DIR": f"{base / 'data'}/",
+                       "OUTPUT_DIR": str(base), "GPTQ_CALIBRATION_BATCHES": str(SAMPLED_BATCHES),
+                       "VOCAB_SIZE": str(hp.vocab_size)}
+        environment.pop("EVAL_ONLY", None)
         began = time.perf_counter()
         status, output = trial.run_limited([sys.executable, *launcher, str(args.script.resolve())], base, environment,
                                            args.timeout)
@@ -252,8 +204,7 @@ def preflight_command(args: argparse.Namespace) -> int:
             findings += judge(logs[0], *part)
         elif not status:
             findings.append(Finding("log", "no logs/*.txt", "fail", "the script must write its log there"))
-    return trial.show("preflight", findings, args.json)
-
+    return show("preflight", findings, args.json)
 
 def judge(path: Path, val_tokens: int, all_tokens: int) -> Iterator[Finding]:
     """What the log of a short run says about a whole one. Seconds are projected, not measured."""
@@ -278,17 +229,16 @@ def judge(path: Path, val_tokens: int, all_tokens: int) -> Iterator[Finding]:
     if log.eval_seconds is not None:
         whole = log.eval_seconds * all_tokens / max(val_tokens, 1)
         yield judged("evaluation time", f"{log.eval_seconds:.1f} s, about {whole:,.0f} s on all {all_tokens:,} tokens",
-                     whole < CAP_SECONDS, f"over {CAP_SECONDS} s here: more GPUs, or a larger EVAL_STRIDE")
+                     whole < EVAL_CAP_SECONDS, f"over {EVAL_CAP_SECONDS} s: more GPUs, or a larger EVAL_STRIDE")
     yield from judge_size(log, text)
-
 
 def steps_in_cap(log: Log) -> str:
     """About how many steps 600 s hold at the speed of the last two logged steps."""
-    if len(log.steps) < 2 or None in (log.steps[-1][2], log.steps[-2][2]):
+    (first, _, began, _), (last, _, ended, _) = (log.steps * 2)[-2:]
+    if None in (began, ended) or last <= first or ended <= began:
         return ""
-    each = (log.steps[-1][2] - log.steps[-2][2]) / max(log.steps[-1][0] - log.steps[-2][0], 1)
-    return f", {1000 * each:.0f} ms a step: {CAP_SECONDS / each:,.0f} steps in {CAP_SECONDS} s" if each > 0 else ""
-
+    each = (ended - began) / (last - first)
+    return f", {1000 * each:.0f} ms a step: {TRAIN_CAP_SECONDS / each:,.0f} steps in {TRAIN_CAP_SECONDS} s"
 
 def judge_hessians(log: Log, text: str) -> Iterator[Finding]:
     reserve = float(log.settings.get("gptq_reserve_seconds", "10"))
@@ -300,26 +250,22 @@ def judge_hessians(log: Log, text: str) -> Iterator[Finding]:
     if match := re.search(r"([1-9]\d*) fallback", text):
         yield Finding("GPTQ", f"{match[1]} matrices fell back to row search", "warn", "their Hessians are not usable")
 
-
 def judge_size(log: Log, text: str) -> Iterator[Finding]:
     """The script's own estimate where it prints one; an untrained model's artifact says little."""
-    match = re.search(r"artifact estimate: ([\d.]+) MB", text)
-    if match:
+    size, source = log.total_bytes, "of the untrained weights, which compress otherwise than trained ones"
+    if match := re.search(r"artifact estimate: ([\d.]+) MB", text):
         size, source = float(match[1]) * 1e6, "the script's estimate"
-    elif log.total_bytes is not None:
-        size, source = float(log.total_bytes), "of the untrained weights, which compress otherwise than trained ones"
-    else:
-        return
-    yield judged("size", f"about {size / 1e6:.2f} MB, {source}; code {log.code_bytes or 0:,} bytes", size <= CAP_BYTES,
-                 f"over {CAP_BYTES:,} bytes: a smaller model, or more weight decay", "fail")
-
+    if size is not None:
+        yield judged("size", f"about {size / 1e6:.2f} MB, {source}; code {log.code_bytes or 0:,} bytes",
+                     size <= SIZE_CAP_BYTES,
+                     f"over {SIZE_CAP_BYTES:,} bytes: a smaller model, or more weight decay", "fail")
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 def add_parser(subparsers: Any) -> None:
-    doctor = add_command(subparsers, "doctor", doctor_command, "is this machine fit for a run?")
+    doctor = add_command(subparsers, "doctor", run_doctor, "is this machine fit for a run?")
     doctor.add_argument("--seconds", type=float, default=10.0, help="length of the speed checks (0: none; default: 10)")
-    flight = add_command(subparsers, "preflight", preflight_command,
+    flight = add_command(subparsers, "preflight", run_preflight,
                          "all stages of a run in about a minute, with the settings of the environment")
     for parser in (doctor, flight):
         parser.add_argument("--data-dir", help="default: DATA_DIR, else ./data/")

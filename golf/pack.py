@@ -6,6 +6,7 @@ import ast
 import hashlib
 import lzma
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -13,32 +14,43 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from . import trial
-from .console import add_command, print_json, print_table, write_file
-from .logs import read_log
+from golf import trial
+from golf.cli import add_command, check_output, print_json, print_table, write_file
+from golf.logs import read_log
 
-# The shipped file: the hash of the readable source, a number in base 93 (printable ASCII without " and \), its decoder.
-# `__file__` stays the shipped file, whose bytes count; linecache gives tracebacks, inspect and Triton the inner source.
+# The shipped file: the hash of the readable source; a number whose digits are the ASCII characters that may stand in a
+# literal as they are; its decoder. `__file__` stays the shipped file, whose bytes count; linecache gives tracebacks,
+# inspect and Triton the inner source.
 STUB = """#golf pack of sha256 {digest}
 import {module} as z,linecache as l
 n=0
-for c in b"{text}":n=n*93+c-32-(c>34)-(c>92)
+for c in b"{text}":n=n*{base}+c-1-(c>10)-(c>13)-(c>27)-(c>34)-(c>92)
 s=z.decompress(n.to_bytes({length},"big"){options}).decode()
 f="<{name}>"
 l.cache[f]=len(s),None,s.splitlines(1),f
 exec(compile(s,f,"exec"))
 """
-ALPHABET = bytes(c for c in range(32, 127) if c not in b'"\\')
+ALPHABET = bytes(c for c in range(1, 128) if c not in b'\n\r\x1b"\\')  # ESC would reach a terminal that shows the file
 RAW_LZMA = ",3,None,[{\"id\":33}]"  # FORMAT_RAW, FILTER_LZMA2: no header, no checksum
-# Decorators that never look at annotations; under any other one (custom operators, jit) they stay.
+# Decorators that never look at annotations or names of parameters; any other one (custom operators, jit) may.
 PLAIN_DECORATORS = {"property", "staticmethod", "classmethod", "contextmanager", "no_grad", "inference_mode", "setter",
                     "cached_property", "lru_cache", "cache", "wraps", "compile", "disable"}
-
 
 # -- smaller source ----------------------------------------------------------------------------------------------------
 
 class Stripper(ast.NodeTransformer):
-    """Drops docstrings and the annotations of functions; class bodies keep theirs, since dataclasses read them."""
+    """Drops docstrings and the annotations of functions, and frees parameters to be renamed.
+
+    Class bodies keep their annotations, since dataclasses read them. Parameters before the first whose name is a
+    keyword of a call, or a text, in the script become positional-only: only then may the minifier rename them.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        nodes = list(ast.walk(tree))
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        self.keywords = {keyword.arg for call in calls for keyword in call.keywords}
+        self.keywords |= {node.value for node in nodes if isinstance(node, ast.Constant)}
+        self.spread = {last_name(call.func) for call in calls if any(k.arg is None for k in call.keywords)}
 
     def visit_Module(self, node: ast.Module) -> ast.AST:
         return self._without_docstring(node)
@@ -47,12 +59,12 @@ class Stripper(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self._without_docstring(node)
-        if all(decorator_name(d) in PLAIN_DECORATORS for d in node.decorator_list):
-            args = node.args
-            for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]:
-                if arg is not None:
-                    arg.annotation = None
-            node.returns = None
+        if {last_name(decorator) for decorator in node.decorator_list} <= PLAIN_DECORATORS:
+            args, node.returns = node.args, None
+            for arg in filter(None, [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]):
+                arg.annotation = None
+            while node.name not in self.spread and args.args and args.args[0].arg not in self.keywords:
+                args.posonlyargs.append(args.args.pop(0))
         return node
 
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
@@ -63,24 +75,9 @@ class Stripper(ast.NodeTransformer):
             node.body = node.body[1:] or ([] if isinstance(node, ast.Module) else [ast.Pass()])
         return node
 
-
-def decorator_name(node: ast.expr) -> str:
+def last_name(node: ast.expr) -> str:
     node = node.func if isinstance(node, ast.Call) else node
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-
-
-def drop_unused_imports(tree: ast.Module) -> None:
-    """Drops names of the standard library that only annotations used."""
-    used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    used |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    for node in list(tree.body):
-        standard = isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in sys.stdlib_module_names
-        if not standard or node.module == "__future__":
-            continue
-        node.names = [alias for alias in node.names if alias.name == "*" or (alias.asname or alias.name) in used]
-        if not node.names:
-            tree.body.remove(node)
-
 
 def shrink_source(source: str, rename_globals: bool = False) -> str:
     """The same program in fewer characters. Raises ValueError for text that is no Python.
@@ -89,18 +86,18 @@ def shrink_source(source: str, rename_globals: bool = False) -> str:
     """
     import python_minifier
 
-    try:
-        tree = Stripper().visit(ast.parse(source))
-    except SyntaxError as error:
-        raise ValueError(f"line {error.lineno} is no Python ({error.msg}); pack a script that runs") from None
     if source.startswith("#golf pack"):
         raise ValueError("this script is packed already; pack its readable source")
-    drop_unused_imports(tree)
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise ValueError(f"line {error.lineno} is no Python ({error.msg}); pack a script that runs") from None
+    tree = ast.fix_missing_locations(Stripper(tree).visit(tree))
     annotations = python_minifier.RemoveAnnotationsOptions(remove_argument_annotations=False,
                                                            remove_return_annotations=False)
-    return python_minifier.minify(ast.unparse(ast.fix_missing_locations(tree)), remove_annotations=annotations,
-                                  hoist_literals=False, rename_globals=rename_globals, preserve_shebang=False)
-
+    return python_minifier.minify(
+        ast.unparse(tree), remove_annotations=annotations, hoist_literals=False, rename_globals=rename_globals,
+        preserve_globals=["Hyperparameters"], preserve_shebang=False)
 
 # -- smaller bytes -----------------------------------------------------------------------------------------------------
 
@@ -110,27 +107,22 @@ def compress_lzma(data: bytes) -> bytes:
                 for lc in range(5) for lp in range(5 - lc) for pb in range(2))
     return min((lzma.compress(data, lzma.FORMAT_RAW, filters=[s]) for s in settings), key=len)
 
-
 def compress_brotli(data: bytes) -> bytes:
     import brotli
 
     return min((brotli.compress(data, mode=mode, quality=11, lgwin=window) for mode in (brotli.MODE_GENERIC,
                 brotli.MODE_TEXT) for window in range(16, 25)), key=len)
 
-
 def to_text(data: bytes) -> str:
-    """Bytes as one number in base 93, most significant digit first."""
+    """Bytes as one number with the alphabet's characters as digits, most significant first."""
     number, digits = int.from_bytes(data, "big"), bytearray()
     while number:
-        number, digit = divmod(number, 93)
+        number, digit = divmod(number, len(ALPHABET))
         digits.append(ALPHABET[digit])
     return digits[::-1].decode("ascii")
 
-
 def needs_brotli(source: str) -> bool:
-    names = [n for n in ast.walk(ast.parse(source)) if isinstance(n, (ast.Import, ast.ImportFrom))]
-    return any("brotli" in [getattr(n, "module", ""), *(alias.name for alias in n.names)] for n in names)
-
+    return re.search(r"(?m)^\s*(import|from) brotli\b", source) is not None
 
 def pack_source(source: bytes, name: str, codec: str = "auto",
                 rename_globals: bool = False) -> tuple[str, dict[str, Any]]:
@@ -141,12 +133,11 @@ def pack_source(source: bytes, name: str, codec: str = "auto",
     auto = ["lzma", "brotli"] if needs_brotli(text) else ["lzma"]
     for module in auto if codec == "auto" else [codec]:
         data = {"lzma": compress_lzma, "brotli": compress_brotli}[module](small)
-        packed[module] = STUB.format(digest=digest, module=module, text=to_text(data), name=name, length=len(data),
-                                     options=RAW_LZMA if module == "lzma" else "")
+        packed[module] = STUB.format(digest=digest, module=module, text=to_text(data), base=len(ALPHABET), name=name,
+                                     length=len(data), options=RAW_LZMA if module == "lzma" else "")
     best = min(packed, key=lambda module: len(packed[module]))
     return packed[best], {"bytes_before": len(source), "bytes_minified": len(small), "bytes_after": len(packed[best]),
                           "codec": best, "source_sha256": digest}
-
 
 def unpack_source(packed: str) -> str:
     """The minified source inside a packed script, read without running it. Raises ValueError for any other file."""
@@ -156,7 +147,7 @@ def unpack_source(packed: str) -> str:
         length = body[3].value.func.value.args[0].args[0].value
         number = 0
         for digit in text:
-            number = number * 93 + ALPHABET.index(digit)
+            number = number * len(ALPHABET) + ALPHABET.index(digit)
         data = number.to_bytes(length, "big")
         if module == "lzma":
             return lzma.decompress(data, lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_LZMA2}]).decode("utf-8")
@@ -166,15 +157,13 @@ def unpack_source(packed: str) -> str:
     except Exception as error:  # noqa: BLE001 - a foreign or damaged file fails in many ways, which mean the same
         raise ValueError(f"not a script that `pack` wrote ({error!r}); give the packed file") from None
 
-
 def lost_pythons(source: str, packed: str) -> list[str]:
     """Versions that compile the source but not what is packed: newer Pythons may write syntax of their own."""
-    from .scripts import compile_everywhere
+    from golf.scripts import compile_everywhere
 
     before, after = compile_everywhere(source), compile_everywhere(unpack_source(packed))
     return [f"the packed code does not compile with Python {version} ({error}); pack with Python 3.11 or older"
             for version, error in after.items() if error and not before[version]]
-
 
 # -- proof -------------------------------------------------------------------------------------------------------------
 
@@ -197,7 +186,6 @@ def observe(script: Path, folder: Path, environment: Mapping[str, str], run: boo
                                                      for p in sorted(folder.glob("*.ptz"))}}
     return seen
 
-
 def differences(before: dict[str, Any], after: dict[str, Any], packed: str, run: bool) -> list[str]:
     """Why the packed script may not replace the original; empty when it may."""
     if run and (before.get("exit status") != 0 or not before.get("losses") or not before.get("artifacts")):
@@ -215,7 +203,6 @@ def differences(before: dict[str, Any], after: dict[str, Any], packed: str, run:
             found.append("the source in the log is not the packed file")
     return found
 
-
 def compare_runs(script: Path, packed: str, data_dir: str | None, run: bool, seconds: float) -> list[str]:
     """Runs both scripts side by side on the CPU in folders of their own; the differences."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -230,16 +217,15 @@ def compare_runs(script: Path, packed: str, data_dir: str | None, run: bool, sec
         environment["DATA_DIR"] = str(Path(given or base / "data").resolve())
         (base / "shipped").mkdir()
         shipped = base / "shipped" / script.name
-        shipped.write_text(packed, encoding="ascii", newline="\n")
+        shipped.write_bytes(packed.encode("ascii"))
         with ThreadPoolExecutor(2) as pool:
             before, after = pool.map(lambda job: observe(*job, environment, run, seconds),
                                      [(script.resolve(), base / "before"), (shipped, base / "after")])
         return differences(before, after, packed, run)
 
-
 # -- command -----------------------------------------------------------------------------------------------------------
 
-def pack_command(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """0 when written (or, with --check, when equal), 1 when the packed script behaves otherwise."""
     if not args.script.is_file():
         raise ValueError(f"{args.script}: no such file; give the path of a training script")
@@ -249,13 +235,13 @@ def pack_command(args: argparse.Namespace) -> int:
         return 0
     out = args.output or args.script.with_name(f"{args.script.stem}_packed.py")
     if args.check:
-        packed = args.check.read_text(encoding="utf-8")
+        packed = args.check.read_bytes().decode("utf-8")
         unpack_source(packed)
         report: dict[str, Any] = {"bytes_before": len(source), "bytes_after": len(packed)}
-        same = hashlib.sha256(source).hexdigest() in packed.splitlines()[0]
+        same = hashlib.sha256(source).hexdigest() in packed.split("\n")[0]
         problems = [] if same else [f"{args.check} names the hash of another source than {args.script}"]
     else:
-        trial.check_output(out, args.force)
+        check_output(out, args.force)
         packed, report = pack_source(source, args.script.name, args.codec, args.rename_globals)
         problems = lost_pythons(source.decode("utf-8"), packed)
     problems += compare_runs(args.script, packed, args.data_dir, not args.no_run, args.timeout)
@@ -263,21 +249,16 @@ def pack_command(args: argparse.Namespace) -> int:
         write_file(out, packed)
         report["out"] = str(out)
     report["verified"] = "settings" if args.no_run else "settings, losses, scores, artifact, code bytes, logged source"
-    report_result(args, report, problems)
-    return int(bool(problems))
-
-
-def report_result(args: argparse.Namespace, report: dict[str, Any], problems: list[str]) -> None:
     if args.json:
         print_json({**report, "problems": problems})
     elif problems:
         print("refused, nothing written:\n" + "\n".join(f"- {p}" for p in problems), file=sys.stderr)
     else:
         print_table(str(args.script), ["number", "value"], list(report.items()))
-
+    return int(bool(problems))
 
 def add_parser(subparsers: Any) -> None:
-    parser = add_command(subparsers, "pack", pack_command, "make a self-extracting script that behaves the same")
+    parser = add_command(subparsers, "pack", run, "make a self-extracting script that behaves the same")
     parser.add_argument("script", type=Path)
     parser.add_argument("-o", "--output", type=Path, help="where to write it (default: SCRIPT_packed.py beside it)")
     parser.add_argument("--codec", choices=["auto", "lzma", "brotli"], default="auto",

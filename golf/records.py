@@ -1,22 +1,30 @@
-"""A record folder: its submission.json in any published variant, its logs, and the numbers that follow from them."""
+"""A record folder: its submission.json in any published variant, its logs, and what follows from them."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from golf import scripts
 from golf.logs import Log, final, read_log
+from golf.trial import ROOT
 
-RECORDS = Path(__file__).resolve().parent.parent / "records"
+RECORDS = ROOT / "records"
 SIZE_CAP_BYTES, TRAIN_CAP_SECONDS, EVAL_CAP_SECONDS = 16_000_000, 600, 600
 RECORD_MARGIN_NATS, RECORD_ALPHA, RECORD_SEEDS = 0.005, 0.01, 3
-TRACKS = {"10min_16mb": "at most 600 s of training on 8 x H100 SXM and 600 s of evaluation",
-          "non_record_16mb": "any machine and any training time; the size cap is the same"}
+TRACKS = ("10min_16mb", "non_record_16mb")
 FOLDER_NAME = re.compile(r"(\d{4}-\d{2}-\d{2})_([A-Za-z0-9][A-Za-z0-9.+_-]*)")
+HOME = re.compile(r"/(?:home|Users)/[\w.-]+|/root(?=/)|[A-Z]:\\Users\\[\w.-]+")
+# Settings that may differ between the seeds of one record: who ran, and where.
+IDENTITY = {"run_id", "rank", "seed", "logfile", "output_dir", "data_dir", "datasets_dir", "train_files", "val_files",
+            "tokenizer_path", "model_path", "quantized_model_path", "local_rank", "is_main_process", "eval_only"}
 # Where published files keep a number that `new` writes under the first name.
 ALIASES = {"val_bpb": ("mean_val_bpb", "mean_bpb"), "val_loss": ("mean_val_loss", "mean_loss"),
            "val_bpb_std": ("std_bpb", "bpb_std"), "bytes_code": ("code_bytes",),
@@ -25,10 +33,9 @@ RESULT_ALIASES = {"val_bpb": ("bpb", "final_bpb"), "val_loss": ("loss",), "steps
                   "artifact_bytes": ("bytes_total", "total_bytes"), "train_seconds": ("train_time_s",),
                   "eval_seconds": ("eval_time_s",)}
 
-
 @dataclass
 class Record:
-    """What a folder holds. A part that cannot be read is None or missing, with the reason in `broken`."""
+    """What a folder holds. A part that cannot be read is None, empty or missing, with the reason in `broken`."""
 
     folder: Path
     raw: Any = None  # submission.json as it is
@@ -48,13 +55,57 @@ class Record:
     def track(self) -> str:
         """From the parent folder, else from submission.json; `10min_16mb` when neither says it."""
         names = (self.folder.resolve().parent.name, str(self.submission.get("track", "")))
-        return next((track for track in map(track_name, names) if track), "10min_16mb")
+        return next(filter(None, map(track_name, names)), "10min_16mb")
 
+    def text(self, name: str) -> str | None:
+        path = self.folder / name
+        return path.read_bytes().decode("utf-8", "replace") if path.is_file() else None
+
+    @cached_property
+    def readme(self) -> str:
+        return self.text("README.md") or ""
+
+    @cached_property
+    def source(self) -> str:
+        return self.text("train_gpt.py") or ""
+
+    @cached_property
+    def script_bytes(self) -> int:
+        return self.script.stat().st_size if self.script.is_file() else 0
+
+    @cached_property
+    def helpers(self) -> dict[str, int]:
+        """Bytes of the files beside train_gpt.py that it imports or opens, without the model itself."""
+        try:
+            found = scripts.reached_files(self.script) if self.script.is_file() else []
+        except SyntaxError:
+            return {}  # the rule about compiling says it
+        models = {log.model_bytes for log in self.logs}
+        sizes = {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in found}
+        return {name: size for name, size in sizes.items() if not name.endswith(".ptz") or size not in models}
+
+    @property
+    def code_bytes(self) -> int:
+        return self.script_bytes + sum(self.helpers.values())
+
+    @property
+    def scored(self) -> list[Log]:
+        return [log for log in self.logs if is_scored(log)]
+
+    @property
+    def complete(self) -> bool:
+        """Whether means over all logs can be judged; other rules say what is unreadable or unfinished."""
+        return bool(self.logs) and not self.broken and all(map(is_scored, self.logs))
+
+def is_scored(log: Log) -> bool:
+    try:
+        return all(map(math.isfinite, final(log)[:2]))
+    except ValueError:
+        return False
 
 def track_name(text: str) -> str | None:
     name = text.lower().replace("-", "_").replace(" ", "_").removeprefix("track_")
     return next((track for track in TRACKS if name in (track, track.removesuffix("_16mb"))), None)
-
 
 def is_date(text: Any) -> bool:
     try:
@@ -62,15 +113,22 @@ def is_date(text: Any) -> bool:
     except ValueError:
         return False
 
-
 def log_files(folder: Path) -> list[Path]:
     """Every log in a folder, or in its logs/ when it holds none itself."""
     for place in (folder, folder / "logs"):
-        found = sorted([*place.glob("*.log"), *(p for p in place.glob("*.txt") if p.name != "requirements.txt")])
-        if found:
+        paths = [path for path in place.glob("*.*") if path.suffix in (".log", ".txt")]
+        if found := sorted(path for path in paths if path.name != "requirements.txt"):
             return found
     return []
 
+def read_logs(paths: Iterable[Path], records: bool = True) -> list[Log]:
+    """Every log, those in a folder too, by seed. Raises ValueError where there is none or a file is none."""
+    logs = []
+    for path in paths:
+        if path.is_dir() and not log_files(path):
+            raise ValueError(f"{path}: no *.log or *.txt log there; give a folder with logs, or logs")
+        logs += [read_log(file, records) for file in (log_files(path) if path.is_dir() else [path])]
+    return sorted(logs, key=lambda log: log.seed or 0)
 
 def read_record(folder: Path) -> Record:
     """Reads what is readable. Raises ValueError only when `folder` is no folder."""
@@ -87,19 +145,15 @@ def read_record(folder: Path) -> Record:
         record.broken.append(f"submission.json: {error}")
     for path in log_files(folder):
         try:
-            record.logs.append(with_seed(read_log(path, records=False)))
+            record.logs.append(log := read_log(path, records=False))
+            log.seed = seed_in_name(log) if log.seed is None else log.seed
         except (ValueError, OSError) as error:
             record.broken.append(str(error))
     return record
 
-
-def with_seed(log: Log) -> Log:
-    """Logs without settings get their seed from the file's name."""
+def seed_in_name(log: Log) -> int | None:
     named = re.search(r"seed[_-]?(\d+)", log.path.name)
-    if log.seed is None and named:
-        log.seed = int(named[1])
-    return log
-
+    return int(named[1]) if named else None
 
 def rename(values: dict[str, Any], aliases: dict[str, tuple[str, ...]], variants: list[str]) -> dict[str, Any]:
     renamed = dict(values)
@@ -109,7 +163,6 @@ def rename(values: dict[str, Any], aliases: dict[str, tuple[str, ...]], variants
                 renamed[name] = renamed.pop(other)
                 variants.append(f"{other} read as {name}")
     return renamed
-
 
 def normalise(record: Record) -> None:
     submission = rename(record.raw, ALIASES, record.variants)
@@ -129,7 +182,6 @@ def normalise(record: Record) -> None:
     record.seeds = [int(seed) for seed in listed if str(seed).isdigit()]
     record.submission, record.variants = submission, sorted(set(record.variants))
 
-
 def facts(log: Log) -> dict[str, float | None]:
     """A finished run's numbers under submission.json's names: nats, bpb, bytes, steps, seconds.
 
@@ -138,7 +190,6 @@ def facts(log: Log) -> dict[str, float | None]:
     train, evaluation = (None if x is None else round(x, 3) for x in (log.train_seconds, log.eval_seconds))
     return {"val_loss": loss, "val_bpb": bpb, "artifact_bytes": log.total_bytes, "steps": log.steps_done,
             "train_seconds": train, "eval_seconds": evaluation}
-
 
 def mean_std(values: list[float]) -> tuple[float, float | None]:
     """Mean and sample standard deviation; None for a single value."""

@@ -1,21 +1,32 @@
-"""Tries a script in other interpreters: compiles it with each Python, imports it from another folder."""
+"""What can be known about a training script: read without running it, compiled by each Python, imported elsewhere."""
 from __future__ import annotations
 
+import ast
+import base64
+import bz2
+import contextlib
+import importlib.util
+import lzma
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
+from collections.abc import Iterator
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from golf import static
+from golf.pack import unpack_source
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 NOT_FOUND = "not found"
 IMPORT_TIMEOUT_SECONDS = 90
+NO_CODE = re.compile(r".*\.(log|bin|model|vocab)|(.*/)?(README\.md|submission\.json|requirements\.txt)")  # not counted
+GPU_CALLS = ("torch.cuda.", "torch.distributed.", "dist.", "init_process_group")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 # Modules whose package has another name, or that come with another package.
 PACKAGE_OF = {"flash_attn_interface": ("flash-attn-3", "flash-attn"), "flash_attn": ("flash-attn",),
               "yaml": ("pyyaml",), "triton": ("triton", "torch"), "sklearn": ("scikit-learn",), "google": ("protobuf",)}
@@ -25,6 +36,142 @@ COMPILE = "import sys; compile(sys.stdin.buffer.read(), 'train_gpt.py', 'exec', 
 IMPORT = ("import importlib.util as u, sys; sys.path[0] = sys.argv[2]; s = u.spec_from_file_location('train_gpt', "
           "sys.argv[1]); m = u.module_from_spec(s); sys.modules['train_gpt'] = m; s.loader.exec_module(m)")
 
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+def parse(source: str) -> ast.Module:
+    """`ast.parse` that raises SyntaxError for whatever is no Python."""
+    try:
+        return ast.parse(source)
+    except (ValueError, RecursionError) as error:  # null bytes, or nested too deeply
+        raise SyntaxError(str(error)) from None
+
+def sources(script: str) -> list[str]:
+    """The script and, when it unpacks itself from a text constant, what it unpacks. Raises SyntaxError."""
+    with contextlib.suppress(ValueError):  # then it is not one of ours
+        return [script, unpack_source(script)]
+    blobs = [node.value for node in ast.walk(parse(script))
+             if isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)) and len(node.value) > 500]
+    return [script, *(text for blob in blobs for text in unpacked(blob))]
+
+def unpacked(blob: str | bytes) -> Iterator[str]:
+    """Python sources that a constant holds in any usual encoding and compression."""
+    raw = blob.encode("latin-1", "ignore") if isinstance(blob, str) else blob
+    raw_lzma = {"format": lzma.FORMAT_RAW, "filters": [{"id": lzma.FILTER_LZMA2}]}
+    expanders = (lzma.decompress, lambda data: lzma.decompress(data, **raw_lzma), zlib.decompress, bz2.decompress,
+                 lambda data: importlib.import_module("brotli").decompress(data))
+    for decode in (bytes, base64.b85decode, base64.a85decode, base64.b64decode):
+        for expand in expanders:
+            with contextlib.suppress(Exception):  # each library has its own error for foreign bytes
+                text = expand(decode(raw)).decode("utf-8")
+                if "\n" in text and parse(text):
+                    yield text
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+def imported(node: ast.AST) -> list[str]:
+    """Dotted names that one node imports; for `from a import b` both a and a.b, since b may be a module."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module or ''}.{alias}".strip(".") for alias in ("", *(alias.name for alias in node.names))]
+    if isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in ("import_module", "__import__"):
+        return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+    return []
+
+def packages(source: str) -> dict[str, bool]:
+    """Imported top names outside the standard library; true where a missing one stops the script at its start."""
+    found: dict[str, bool] = {}
+    todo: list[tuple[ast.AST, bool]] = [(parse(source), True)]
+    while todo:
+        node, needed = todo.pop()
+        for name in filter(None, (name.strip(".").split(".")[0] for name in imported(node))):
+            found[name] = found.get(name, False) or (needed and not isinstance(node, ast.Call))
+        needed = needed and not isinstance(node, (ast.Try, *FUNCTIONS))
+        todo += [(child, needed) for child in ast.iter_child_nodes(node)]
+    return {name: needed for name, needed in found.items() if name not in sys.stdlib_module_names}
+
+def reached_files(script: Path) -> list[Path]:
+    """Files of the script's folder that it, or a module of it, imports or names in a literal (open, exec, ctypes ...).
+
+    Data, tokenizers and logs are left out. Raises SyntaxError."""
+    folder, todo, found = script.parent, [script], []
+    while todo:
+        for source in sources(todo.pop().read_text(encoding="utf-8", errors="replace")):
+            for name in sorted(candidates(source)):
+                file = folder / name
+                ships = file.is_file() and file.resolve().is_relative_to(folder.resolve())
+                if ships and not NO_CODE.fullmatch(name) and file not in [script, *found]:
+                    found.append(file)
+                    todo += [file] if file.suffix == ".py" else []
+    return sorted(found)
+
+def candidates(source: str) -> set[str]:
+    """Relative paths that imports and short text constants could mean; commands are split into words."""
+    names, nodes = set(), list(ast.walk(parse(source)))
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        for name in filter(None, (name.strip(".").replace(".", "/") for name in imported(node))):
+            names |= {f"{name}.py", f"{name}/__init__.py", f"{name}.so", f"{name}.pyd"}
+        text = isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 300
+        if text and node not in docstrings:
+            names |= {word for word in node.value.split() if re.fullmatch(r"[\w.+-][\w./+-]*", word)}
+    return names
+
+def import_time_work(source: str) -> list[str]:
+    """Calls at import level that need a GPU or a process group, or that start the program itself."""
+    tree, found = parse(source), []
+    starters = {node.name for node in tree.body if isinstance(node, FUNCTIONS[:2])} & {"main", "run", "train"}
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop(0)
+        guarded = isinstance(node, ast.If) and re.search("__name__.*__main__", ast.unparse(node.test))
+        if isinstance(node, FUNCTIONS) or guarded:
+            continue
+        if isinstance(node, ast.Call):
+            name, values = dotted(node.func), [*node.args, *(keyword.value for keyword in node.keywords)]
+            on_gpu = any(isinstance(arg, ast.Constant) and str(arg.value).startswith("cuda") for arg in values)
+            if on_gpu or name in starters or name.startswith(GPU_CALLS) or name.endswith(".cuda"):
+                found.append(f"{name}() at line {node.lineno}")
+        todo += ast.iter_child_nodes(node)
+    return found
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+def defaults(script: str) -> dict[str, str]:
+    """Default of each setting in a script's class Hyperparameters, as text; empty when there is no such class.
+
+    A default is the literal in `name = setting(1)`, `name = int(os.environ.get("NAME", 1))` or `name = 1`."""
+    nodes = [node for source in sources(script) for node in ast.walk(parse(source))]
+    items = [item for node in nodes if isinstance(node, ast.ClassDef) and node.name == "Hyperparameters"
+             for item in node.body if isinstance(item, (ast.Assign, ast.AnnAssign))]
+    pairs = ((item.targets[0] if isinstance(item, ast.Assign) else item.target, default_value(item.value))
+             for item in items)
+    return {name.id: str(value) for name, value in pairs if isinstance(name, ast.Name) and value is not None}
+
+def default_value(node: ast.AST | None) -> Any:
+    """The literal that a default's expression holds; None when it is computed."""
+    if isinstance(node, ast.Call):
+        place = 1 if dotted(node.func).endswith(("environ.get", "getenv")) else 0
+        return default_value(node.args[place]) if len(node.args) > place else None
+    try:
+        return ast.literal_eval(node) if node is not None else None
+    except ValueError:
+        return None
+
+def same_setting(a: str, b: str) -> bool:
+    """Whether two texts mean one value: 1 is True is 1.0."""
+    def value(text: str) -> Any:
+        text = {"True": "1", "False": "0"}.get(text, text)
+        try:
+            return float(text)
+        except ValueError:
+            return text
+    return value(a) == value(b)
+
+# -- trying ------------------------------------------------------------------------------------------------------------
 
 @cache
 def find_python(version: str) -> str | None:
@@ -37,23 +184,19 @@ def find_python(version: str) -> str | None:
             return str(path)
     return None
 
-
 @cache
 def compile_everywhere(source: str) -> dict[str, str]:
     """By version: empty when the source compiles, else the error's last line or NOT_FOUND."""
-    results = {}
-    for version in PYTHONS:
-        python = find_python(version)
-        if python is None:
-            results[version] = NOT_FOUND
-            continue
-        done = subprocess.run([python, "-I", "-S", "-W", "ignore", "-c", COMPILE], input=source.encode("utf-8"),
-                              capture_output=True, check=False, timeout=120)
-        lines = done.stderr.decode("utf-8", "replace").strip().split("\n")
-        place = next((line.strip() for line in reversed(lines) if "line " in line), "")
-        results[version] = f"{lines[-1]} ({place})" if done.returncode else ""
-    return results
+    return {version: compile_with(find_python(version), source) for version in PYTHONS}
 
+def compile_with(python: str | None, source: str) -> str:
+    if python is None:
+        return NOT_FOUND
+    done = subprocess.run([python, "-I", "-S", "-W", "ignore", "-c", COMPILE], input=source.encode("utf-8"),
+                          capture_output=True, check=False, timeout=120)
+    lines = done.stderr.decode("utf-8", "replace").strip().split("\n")
+    place = next((line.strip() for line in reversed(lines) if "line " in line), "")
+    return f"{lines[-1]} ({place})" if done.returncode else ""
 
 @cache
 def try_import(script: Path, source: str) -> tuple[str, str]:
@@ -61,18 +204,17 @@ def try_import(script: Path, source: str) -> tuple[str, str]:
 
     `source` is the script's text; a changed text is tried anew."""
     try:
-        texts = static.sources(source)
+        texts = sources(source)
     except SyntaxError:
         return "static", "not imported: it does not compile with this Python"
     for text in texts:
-        if work := static.import_time_work(text):
+        if work := import_time_work(text):
             return "static", f"not imported: work at import ({', '.join(work[:3])})"
-        missing = [name for name, needed in static.packages(text).items()
-                   if needed and not local(script.parent, name) and find_spec(name) is None]
-        if missing and all(map(is_known_package, missing)):
+        missing = [name for name, needed in packages(text).items()
+                   if needed and not is_local(script.parent, name) and importlib.util.find_spec(name) is None]
+        if missing and all(name in PACKAGE_OF or name in COMMON for name in missing):
             return "static", f"not imported: not installed here: {', '.join(missing)}"
     return import_elsewhere(script)
-
 
 def import_elsewhere(script: Path) -> tuple[str, str]:
     """Imports in a fresh process that works in an empty folder and sees no GPU; writes no bytecode."""
@@ -88,28 +230,21 @@ def import_elsewhere(script: Path) -> tuple[str, str]:
     lines = (done.stderr or done.stdout).strip().split("\n")
     return ("failed", lines[-1][:300] or f"exit status {done.returncode}") if done.returncode else ("fine", "")
 
-
-def local(folder: Path, name: str) -> bool:
+def is_local(folder: Path, name: str) -> bool:
     return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
-
-
-def is_known_package(name: str) -> bool:
-    return name in PACKAGE_OF or name in COMMON
-
 
 def undeclared(folder: Path, source: str, requirements: str | None) -> set[str]:
     """Modules imported outside try and functions that neither requirements.txt nor the folder provides.
 
     Without requirements.txt, as in most public records, packages that everybody has count as declared."""
-    requirements = "\n".join((*COMMON, *sum(PACKAGE_OF.values(), ()))) if requirements is None else requirements
-    declared = {plain(match[0]) for match in re.finditer(r"(?m)^[A-Za-z0-9][\w.-]*", requirements)}
+    def plain(name: str) -> str:
+        return re.sub(r"[_.]", "-", name.lower())
+
+    listed = "\n".join((*COMMON, *sum(PACKAGE_OF.values(), ()))) if requirements is None else requirements
+    declared = {plain(match[0]) for match in re.finditer(r"(?m)^[A-Za-z0-9][\w.-]*", listed)}
     try:
-        needed = {name for text in static.sources(source) for name, must in static.packages(text).items() if must}
+        needed = {name for text in sources(source) for name, must in packages(text).items() if must}
     except SyntaxError:
         return set()
-    return {name for name in needed if not local(folder, name)
+    return {name for name in needed if not is_local(folder, name)
             and not any(plain(package) in declared for package in PACKAGE_OF.get(name, (name,)))}
-
-
-def plain(name: str) -> str:
-    return name.lower().replace("_", "-").replace(".", "-")

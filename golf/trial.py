@@ -1,21 +1,19 @@
-"""Short runs of a training script: tiny data, a settings environment, a subprocess with a time limit; and tables."""
+"""Short runs of a training script: the recipe itself, tiny data, settings, a subprocess with a time limit."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import signal
-import struct
 import subprocess
-from dataclasses import asdict, dataclass
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .console import print_json, print_table
-
+ROOT = Path(__file__).resolve().parent.parent
 GRACE_SECONDS = 3  # between asking a process group to end and ending it
-SHARD_HEADER = (20240520, 1)  # magic and version; then the token count, in 256 int32 altogether
-
 # Small, yet with matrices of over 65,536 weights, so that Hessians, int6 and int8 all run. The user's settings win.
 TINY = {"VOCAB_SIZE": "512", "NUM_LAYERS": "3", "XSA_LAST_N": "3", "NUM_KV_HEADS": "2", "MODEL_DIM": "160",
         "EMBEDDING_DIM": "160", "NUM_HEADS": "4", "MLP_MULT": "4", "ROPE_DIMS": "4", "VE_DIM": "8", "VE_LAYERS": "1,2",
@@ -24,39 +22,14 @@ TINY = {"VOCAB_SIZE": "512", "NUM_LAYERS": "3", "XSA_LAST_N": "3", "NUM_KV_HEADS
 SHORT = {"ITERATIONS": "5", "WARMUP_STEPS": "1", "MAX_WALLCLOCK_SECONDS": "0", "TRAIN_LOG_EVERY": "1",
          "VAL_LOSS_EVERY": "0", "EMA_DECAY": "0.5", "GPTQ_CALIBRATION_BATCHES": "2", "RUN_ID": "trial"}
 
-
-@dataclass
-class Finding:
-    """One line of a verdict: what was looked at, what it is, ok / warn / fail, and what to do about it."""
-
-    check: str
-    value: str
-    verdict: str = "ok"
-    remedy: str = ""
-
-
-def judged(check: str, value: str, fine: bool, remedy: str, otherwise: str = "warn") -> Finding:
-    return Finding(check, value) if fine else Finding(check, value, otherwise, remedy)
-
-
-def show(title: str, findings: list[Finding], as_json: bool) -> int:
-    """Prints the findings as a table or as JSON; 1 when one of them is a failure."""
-    failed = any(f.verdict == "fail" for f in findings)
-    if as_json:
-        print_json({"verdict": "fail" if failed else "ok", "findings": [asdict(f) for f in findings]})
-    else:
-        print_table(title, ["check", "found", "verdict", "remedy"], [list(asdict(f).values()) for f in findings])
-        print("verdict: " + ("not ready, see the remedies" if failed else "ready"))
-    return int(failed)
-
-
-def check_output(path: Path, force: bool) -> None:
-    """Raises ValueError before any work is done when `path` is there and may not be replaced."""
-    if path.exists() and not force:
-        raise ValueError(f"{path} exists and is kept; choose another -o, or replace it with --force")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path.parent} is no folder; make it, or choose another -o")
-
+@cache
+def recipe(name: str = "train_gpt") -> Any:
+    """A module of the project: the recipe's own code, or data.shards. The recipe needs PyTorch, so only when used."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
 
 def run_limited(command: list[str], folder: Path, environment: dict[str, str], seconds: float) -> tuple[int, str]:
     """Exit status and joined output of a command; 124 when it ran out of time and its whole process group was ended."""
@@ -73,36 +46,12 @@ def run_limited(command: list[str], folder: Path, environment: dict[str, str], s
                 process.wait(timeout=GRACE_SECONDS)
         return 124, f"{process.communicate()[0]}\nstopped after {seconds:.0f} s"
 
-
 def last_lines(output: str, count: int = 6) -> str:
     return "\n".join([line for line in output.splitlines() if line.strip()][-count:])
 
-
-# -- data --------------------------------------------------------------------------------------------------------------
-
-def dataset_folder(data_dir: Path, vocab_size: int) -> Path:
-    return data_dir / "datasets" / f"fineweb10B_sp{vocab_size}"
-
-
-def tokenizer_file(data_dir: Path, vocab_size: int) -> Path:
-    return data_dir / "tokenizers" / f"fineweb_{vocab_size}_bpe.model"
-
-
 def write_shard(path: Path, tokens: Any) -> None:
-    """Writes a numpy array of token ids in the recipe's layout."""
-    path.write_bytes(struct.pack("<3i1012x", *SHARD_HEADER, len(tokens)) + tokens.astype("<u2").tobytes())
-
-
-def shard_problem(path: Path) -> str | None:
-    """What is wrong with a shard's header or size; None for a good one."""
-    with path.open("rb") as file:
-        header = file.read(1024)
-    if len(header) < 1024 or struct.unpack("<2i", header[:8]) != SHARD_HEADER:
-        return f"{path.name}: its header must be {SHARD_HEADER[0]}, {SHARD_HEADER[1]}"
-    tokens, found = struct.unpack("<i", header[8:12])[0], path.stat().st_size
-    expected = 1024 + 2 * tokens
-    return None if found == expected else f"{path.name}: {tokens} tokens need {expected} bytes, it has {found}"
-
+    """A numpy array of token ids as a shard."""
+    path.write_bytes(recipe("data.shards").shard_header(len(tokens)) + tokens.astype("<u2").tobytes())
 
 def make_tiny_data(data_dir: Path, vocab_size: int) -> None:
     """A tokenizer and three shards from Python's own documentation. Raises ValueError when it cannot fill the size."""
@@ -121,12 +70,11 @@ def make_tiny_data(data_dir: Path, vocab_size: int) -> None:
     except RuntimeError as error:
         raise ValueError(f"VOCAB_SIZE={vocab_size}: no tokenizer of this size from the built-in text ({error}); "
                          "use 512, or give --data-dir") from None
-    tokenizer_file(data_dir, vocab_size).parent.mkdir(parents=True)
-    tokenizer_file(data_dir, vocab_size).write_bytes(model.getvalue())
+    hp = recipe().Hyperparameters(data_dir=str(data_dir), vocab_size=vocab_size)
+    for folder in (hp.tokenizer_path.parent, hp.dataset_dir):
+        folder.mkdir(parents=True)
+    hp.tokenizer_path.write_bytes(model.getvalue())
     encode = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).encode
     tokens = np.concatenate([[1, *encode(text)] for text in texts[:60]])
-    folder = dataset_folder(data_dir, vocab_size)
-    folder.mkdir(parents=True)
-    parts = {"val_000000": tokens[:2000], "train_000000": tokens[2000:20000], "train_000001": tokens[20000:]}
-    for name, part in parts.items():
-        write_shard(folder / f"fineweb_{name}.bin", part)
+    for name, part in zip(("val_000000", "train_000000", "train_000001"), np.split(tokens, [2000, 20000])):
+        write_shard(hp.dataset_dir / f"fineweb_{name}.bin", part)

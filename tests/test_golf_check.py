@@ -9,7 +9,7 @@ from pathlib import Path
 import golf_helpers as gh
 import pytest
 
-from golf import scripts, static
+from golf import scripts
 from golf.check import check_folder
 from golf.pack import pack_source
 
@@ -235,7 +235,7 @@ def test_what_golf_packs_is_read_inside(tmp_path):
     script, _ = pack_source((gh.SCRIPT + LATE).encode(), "train_gpt.py")
     folder = gh.build(tmp_path, script=script)
     assert_good(folder)
-    assert static.defaults(script) == static.defaults(gh.SCRIPT)
+    assert scripts.defaults(script) == scripts.defaults(gh.SCRIPT)
     (folder / "helper.py").write_text("y = 2\n")
     assert rules(folder) == {"helpers"}
 

@@ -8,7 +8,7 @@ import golf_helpers as gh
 import pytest
 from scipy.stats import ttest_ind
 
-from golf import board, cli, compare, new, static
+from golf import board, cli, compare, new, scripts
 from golf.check import check_folder
 from golf.logs import final, read_log
 
@@ -122,10 +122,10 @@ def test_new_wants_author_and_id(tmp_path, logs):
 
 
 def test_defaults_are_read_without_running_a_script():
-    found = static.defaults(conftest.SCRIPT.read_text(encoding="utf-8"))
+    found = scripts.defaults(conftest.SCRIPT.read_text(encoding="utf-8"))
     fields = conftest.tg.Hyperparameters.__dataclass_fields__
     assert found == {name: str(item.default) for name, item in fields.items()}
-    assert static.defaults(gh.SCRIPT) == {"vocab_size": "4096", "matrix_lr": "0.02", "ema_enabled": "1"}
+    assert scripts.defaults(gh.SCRIPT) == {"vocab_size": "4096", "matrix_lr": "0.02", "ema_enabled": "1"}
 
 
 # -- compare -----------------------------------------------------------------------------------------------------------

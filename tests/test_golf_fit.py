@@ -1,7 +1,5 @@
 """`golf fit`: sizes, the line over RMS, and an artifact that fits and that train_gpt.py scores."""
-import io
 import json
-import lzma
 import os
 import subprocess
 import sys
@@ -41,29 +39,24 @@ def checkpoint(tmp_path_factory):
     return folder / "final_model.pt"
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 1001])
-def test_shuffle_is_that_of_the_recipe(size):
-    data = np.random.default_rng(0).bytes(size)
-    assert fit.shuffle(data) == tg.byte_shuffle(data)
-    assert fit.unshuffle(fit.shuffle(data)) == data
-
-
-def test_codes_of_a_checkpoint_are_those_of_the_recipe():
-    golden = golden_tensors("gptq.npz")
-    for kind, name in (("int6", "int6_row"), ("int8", "int8_row")):
-        matrix = fit.make_matrix("m", golden["weight"], kind, None, None)
-        assert torch.equal(matrix.codes.to(torch.int8), golden[f"{name}_q"])
-        assert torch.equal(matrix.scale.flatten().half(), golden[f"{name}_scale"].half())
+def test_codes_of_a_checkpoint_are_those_of_the_recipe(checkpoint):
+    model = fit.load_model(checkpoint, None, None, "lzma", 2)
+    kinds = {m.meta["type"] for m in model.matrices.values()}
+    assert kinds == {"int6", "int8"}
+    for m in model.matrices.values():
+        quantize = tg.quantize_int6_rows if m.meta["type"] == "int6" else tg.quantize_int8_rows
+        codes, scale = quantize(m.weight)
+        assert torch.equal(m.codes.to(torch.int8), codes) and torch.equal(m.scale.flatten().half(), scale)
 
 
 def test_artifact_is_read_and_repacked_byte_for_byte():
     path = GOLDEN / "artifact.int6.ptz"
     model = fit.load_model(path, None, None, "lzma", 2)
     model.compressor = "brotli"  # as this file was made; each matrix by itself need not be
-    assert fit.pack(model, {n: (m.codes, m.scale) for n, m in model.matrices.items()}, {}) == path.read_bytes()
+    assert model.pack({n: (m.codes, m.scale) for n, m in model.matrices.items()}) == path.read_bytes()
     assert model.total == path.stat().st_size
     expected = golden_tensors("artifact_dequantized.npz")
-    for name, value in fit.read_weights(path)[0].items():
+    for name, value in fit.read_weights(path, {})[2].items():
         tolerance = 4e-3 if name == "tok_emb.weight" else 0  # bf16 there
         torch.testing.assert_close(value.float(), expected[name], rtol=tolerance, atol=0)
 
@@ -80,7 +73,7 @@ def options(*pairs):
 @pytest.mark.parametrize(("budget", "chosen"), [(200, "00"), (190, "01"), (160, "02"), (150, "11"), (120, "22"),
                                                 (119, None)])
 def test_plan_fits_with_the_least_error(budget, chosen):
-    dear, cheap = (fit.Matrix(name, "int6", None, None, None) for name in "ab")
+    dear, cheap = (fit.Matrix(name, {"type": "int6"}, None, None, None) for name in "ab")
     dear.options, cheap.options = options((100, 1), (80, 9), (60, 30)), options((100, 1), (70, 2), (60, 4))
     plan = fit.choose([dear, cheap], budget, False)
     if chosen is None:
@@ -105,14 +98,13 @@ def test_line_over_rms_is_found(checkpoint):
     assert sizes["4 bits"] < sizes["5 bits"] < sizes["as it is"] < sizes["7 bits"] < sizes["8 bits"]
     assert sizes["weight decay 0.15 instead of 0.1"] < sizes["as it is"] < sizes["weight decay 0.07 instead of 0.1"]
     for levels in (15, 63):  # predicted from entropies, measured here
-        coded = {n: fit.quantize(m.weight, m.clip, levels) for n, m in model.matrices.items()}
+        coded = {n: m.with_levels(levels) for n, m in model.matrices.items()}
         predicted = sizes["5 bits" if levels == 15 else "7 bits"]
-        assert predicted == pytest.approx(len(fit.pack(model, coded, {})), rel=0.05)
+        assert predicted == pytest.approx(len(model.pack(coded)), rel=0.05)
 
 
 def test_fitted_artifact_is_scored_by_the_script(checkpoint, tmp_path):
-    present = len(fit.pack(model := fit.load_model(checkpoint, None, None, "lzma", 2),
-                           {n: (m.codes, m.scale) for n, m in model.matrices.items()}, {}))
+    present = len(fit.load_model(checkpoint, None, None, "lzma", 2).pack({}))
     target, out = int(0.85 * present) + 1000, tmp_path / "fitted.ptz"
     limit = ("--target-bytes", target, "--code-bytes", 1000, "--compressor", "lzma")
     result = golf(checkpoint, *limit, "-o", out, "--plot", tmp_path / "p.png", "--json")
@@ -135,7 +127,7 @@ def test_growing_spends_the_target_on_smaller_errors(tmp_path):
     results = {}
     for grow in (False, True):
         model = fit.load_model(tmp_path / "a.pt", None, None, "lzma", 2)
-        fit.add_options(model.matrices["blocks.0.mlp.fc.weight"], grow)
+        model.matrices["blocks.0.mlp.fc.weight"].add_options(grow)
         results[grow] = fit.fit_artifact(model, round(1.2 * model.total), grow)
     assert fit.fit_artifact(model, round(1.2 * model.total), True) == results[True]  # the same each time
     (present, unchanged, error), (larger, changed, smaller_error) = results[False], results[True]
@@ -146,11 +138,8 @@ def test_growing_spends_the_target_on_smaller_errors(tmp_path):
 def test_changed_matrices_lose_their_gptq_and_the_rest_stay(tmp_path):
     path = GOLDEN / "artifact.int6.ptz"
     model = fit.load_model(path, None, None, "lzma", 2)
-    name = next(n for n, m in model.matrices.items() if m.kind == "int6")
-    coded = {n: (m.codes, m.scale) for n, m in model.matrices.items()}
-    raw = lzma.decompress(fit.pack(model, coded, {name: "9 levels"}))
-    meta = torch.load(io.BytesIO(fit.unshuffle(raw)), weights_only=True)["m"]
-    before = fit.read_weights(path)[2]
+    name = model.int6[0].name
+    before, meta = dict(model.meta), tg.unpack_artifact(model.pack({}, [name]))[1]
     assert meta.pop(name) == {"type": "int6", "method": "clip_search"}
     assert list(meta.items()) == [(n, m) for n, m in before.items() if n != name]
 

@@ -7,8 +7,9 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, SCRIPT, make_data, run_environment
+from conftest import ROOT, SCRIPT, make_data, run_environment, settings
 
+import train_gpt as tg
 from golf import machine, trial
 
 
@@ -40,27 +41,27 @@ def test_doctor_names_damaged_and_missing_data(tmp_path):
     (data / "tokenizers/fineweb_512_bpe.model").unlink()
     result = golf(tmp_path, "doctor", "--seconds", "0")
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    for part in ("fineweb_train_000001.bin: its header must be 20240520, 1", "--variant sp512", "not ready"):
+    for part in ("fineweb_train_000001.bin is no token shard", "--variant sp512", "not ready"):
         assert part in result.stdout
-    found = {f.check: f for f in machine.check_data(tmp_path / "nowhere", 512)}
+    found = {f.check: f for f in machine.check_data(settings(data_dir=tmp_path / "nowhere"))}
     assert found["val shards"].verdict == found["tokenizer"].verdict == "fail"
 
 
 def test_attention_reasons_name_each_backend_before_the_chosen_one(monkeypatch):
-    def only_math(_torch, name):
+    def only_math(name, *_):
         if name != "math":
             raise RuntimeError(f"no {name} here\nsecond line")
 
-    monkeypatch.setattr(machine, "probe_attention", only_math)
-    found, = machine.check_attention()
-    assert found.value == "math (fa3: no fa3 here; cudnn: no cudnn here; flash: no flash here)"
+    monkeypatch.setattr(tg, "try_attention", only_math)
+    expected = "math (fa3: no fa3 here; cudnn: no cudnn here; flash: no flash here)"
+    assert machine.check_attention(tg.Hyperparameters()).value == expected
 
 
 def test_slow_machine_is_said(monkeypatch, tmp_path):
     data = make_data(tmp_path)
     monkeypatch.setattr(machine, "matmul_tflops", lambda _seconds: (410.0, "NVIDIA H100 80GB HBM3"))
     monkeypatch.setattr(machine, "read_mb_s", lambda _paths, _seconds: 12.0)
-    products, disk = machine.check_speed(1, data, 512)
+    products, disk = machine.check_speed(1, settings(data_dir=data))
     assert (products.verdict, disk.verdict) == ("warn", "warn")
     assert "410 TFLOP/s" in products.value and "reference: 700" in products.value and "local disk" in disk.remedy
 
@@ -128,7 +129,7 @@ def test_command_that_hangs_is_ended_with_its_children(tmp_path):
 
 def test_tiny_data_is_what_a_run_reads(tmp_path):
     trial.make_tiny_data(tmp_path / "data", 512)
-    found = list(machine.check_data(tmp_path / "data", 512))
+    found = list(machine.check_data(settings(data_dir=tmp_path / "data")))
     assert [f.verdict for f in found] == ["ok"] * 3
     with pytest.raises(ValueError, match="VOCAB_SIZE=60000"):
         trial.make_tiny_data(tmp_path / "other", 60000)

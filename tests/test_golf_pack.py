@@ -1,6 +1,7 @@
 """`golf pack`: the packed script is smaller, behaves the same, and is refused when it does not."""
 import json
 import os
+import runpy
 import subprocess
 import sys
 
@@ -71,13 +72,12 @@ def trainer(folder, extra: str = "0.0"):
 
 
 @pytest.mark.parametrize("data", [b"\x01", b"\xff" * 50, bytes(range(1, 256)), b"\x00\x00\x07"])
-def test_text_is_printable_and_holds_the_number(data):
+def test_text_is_an_ascii_literal_that_holds_the_number(data, tmp_path):
     text = pack.to_text(data)
-    assert text.isascii() and text.isprintable() and not set(text) & set('"\\')
-    number = 0
-    for c in text.encode():
-        number = number * 93 + c - 32 - (c > 34) - (c > 92)  # as in the stub
-    assert number.to_bytes(len(data), "big") == data
+    assert text.isascii() and not set(text) & set('\0\r\n\x1b"\\')
+    stub = pack.STUB.split("s=")[0].format(digest="", module="sys", text=text, base=len(pack.ALPHABET))
+    (tmp_path / "stub.py").write_text(stub, encoding="ascii", newline="")
+    assert runpy.run_path(str(tmp_path / "stub.py"))["n"].to_bytes(len(data), "big") == data
 
 
 @pytest.mark.parametrize("codec", ["lzma", "brotli"])
@@ -98,11 +98,13 @@ def test_names_and_hints_that_are_read_from_outside_survive():
         'from __future__ import annotations\nfrom typing import Any, Literal, get_args\nfrom somewhere import effect\n'
         'class C:\n    """Doc."""\n    width: Literal[1, 2] = 1\n'
         '@custom_op("a::b")\ndef operator(value: Tensor) -> Tensor:\n    "doc"\n    return value\n'
-        'def plain(value: Any) -> Any:\n    local_name = value\n    return local_name + get_args(local_name)\n')
-    for part in ("width:Literal[1,2]=1", "value:Tensor", "->Tensor", "def plain(value)", "from somewhere import effect",
-                 "from __future__ import annotations"):
+        'def plain(given: Any) -> Any:\n    local_name = given\n    return local_name + get_args(local_name)\n'
+        'def keyword(value: Any) -> Any:\n    return plain(value)\n'
+        'print(keyword(value=1))\n')
+    for part in ("width:Literal[1,2]=1", "value:Tensor", "->Tensor", "def keyword(value)",
+                 "from somewhere import effect", "from __future__ import annotations"):
         assert part in small
-    for part in ("Any", "Doc", "doc", "local_name"):
+    for part in (":Any", "Doc", "doc", "local_name", "given"):
         assert part not in small
 
 
