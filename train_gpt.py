@@ -277,9 +277,10 @@ class World:
         if self.size == 1:
             return [values]
         with torch.cuda.stream(self.control_stream):
-            rows = torch.tensor([values] * self.size, dtype=torch.float64, device=self.device)
-            dist.all_gather([*rows], rows[self.rank].clone(), group=self.control)
-            return rows.tolist()
+            mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+            rows = [torch.empty_like(mine) for _ in range(self.size)]
+            dist.all_gather(rows, mine, group=self.control)
+            return torch.stack(rows).tolist()
 
     def fetch(self, scalar: Tensor) -> Callable[[], float]:
         """Starts copying a number to the host; the returned call waits for it, not for work queued afterwards."""
