@@ -436,7 +436,7 @@ class GPT(nn.Module):
         """Token ids (B, T) -> soft-capped logits, fp32 (B, T, vocab_size)."""
         x = x0 = rms_norm(self.wte(ids))
         for layer, block in enumerate(self.blocks):
-            x = self.resid_lambdas[layer].to(x.dtype) * x + self.x0_lambdas[layer].to(x.dtype) * x0
+            x = self.resid_lambdas[layer] * x + self.x0_lambdas[layer] * x0
             value = self.value_embeds[str(layer)](ids) if layer in self.hp.value_layers else None
             x = block(x, value, self.cos, self.sin)
         return LOGIT_SOFTCAP * torch.tanh(self.lm_head(rms_norm(x)).float() / LOGIT_SOFTCAP)
