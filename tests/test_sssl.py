@@ -547,7 +547,7 @@ def test_a_whole_run_on_the_cpu(here):
     assert bpb == pytest.approx(loss / math.log(2) * log.val_tokens / log.val_bytes)
     assert (log.val_tokens, log.val_bytes, log.train_shards, log.seed, log.attention) == (2944, 5655, 4, 42, "sdpa")
     assert log.hardware == "1 x cpu" and log.peak_memory_mib > 0 and log.parameters == int(block["parameters"])
-    assert 2.0 <= log.train_seconds < 4 and log.steps_done == len(log.steps)
+    assert log.train_seconds >= 2.0 and log.steps_done == len(log.steps)
     assert int(block["tokens"]) == 1024 * log.steps_done and block["depth"] == "4"
     timed = 1024 * (log.steps_done - 11) / log.train_seconds
     assert float(block["tokens_per_second"]) == pytest.approx(timed, rel=0.05)
@@ -630,6 +630,14 @@ def test_a_run_that_explodes_exits_with_3(here, monkeypatch, capsys):
     done = call_main(monkeypatch, capsys, matrix_lr="1e25", run_id="r")
     assert_refused(done, 3, "is over 100 or not finite")
     assert_refused(call_main(monkeypatch, capsys, run_id="r"), 2, "logs/r.txt exists and is kept")
+
+
+def test_too_little_memory_costs_one_line(here, monkeypatch, capsys):
+    def execute(hp):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+
+    monkeypatch.setattr(sssl, "execute", execute)
+    assert_refused(call_main(monkeypatch, capsys), 2, "CUDA out of memory. Tried to allocate 8.00 GiB.")
 
 
 def test_refusal_and_help_of_the_script_itself(here):

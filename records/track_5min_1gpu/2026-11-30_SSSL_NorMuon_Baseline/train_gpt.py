@@ -70,7 +70,7 @@ class Hyperparameters:
     warmdown_ratio: float = setting(0.5, "last share of the run, in which the rates fall", 0, 1)
     final_lr_frac: float = setting(0.0, "factor of the rates at the end")
     train_batch_tokens: int = setting(524_288, "tokens of one optimizer step", 1)
-    micro_batch_tokens: int = setting(262_144, "tokens of one forward and backward", 1)
+    micro_batch_tokens: int = setting(262_144, "tokens of one forward and backward; fewer need less memory", 1)
     train_seq_len: int = setting(2048, "context of training and evaluation", 2)
     depth: int = setting(8, "blocks", 1)
     aspect_ratio: int = setting(64, "width per block; the width is rounded up to whole heads", 1)
@@ -687,7 +687,7 @@ def main() -> int:
     try:
         hp = Hyperparameters.from_env(os.environ)
         execute(replace(hp, run_id=hp.run_id or str(uuid.uuid4())))
-    except (RunError, OSError) as error:  # what the user or the machine caused: one line, no traceback
+    except (RunError, OSError, torch.OutOfMemoryError) as error:  # what user or machine caused: one line
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, RunError) else SetupError.exit_code
     except KeyboardInterrupt:
