@@ -398,6 +398,35 @@ def test_groups_and_rates_are_the_specified_ones():
     assert shapes == {(4, 32): (4, 0.04), (512, 512): (32, 0.04), (512, 2048): (8, 0.04), (2048, 512): (8, 0.08)}
 
 
+def test_nothing_is_compiled_twice():
+    """One graph for the model, one for each shape and dtype of the two step functions, one more for evaluation."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def compile(function):
+        return torch.compile(function, dynamic=False, fullgraph=True, backend=backend)
+
+    torch._dynamo.reset()
+    hp, counts = tiny(), []
+    model = shaken_model(hp, sssl.Machine(CPU, torch.bfloat16, compiled=True), sssl.sdpa_attention(hp, CPU))
+    loss_function, optimizer = compile(model), sssl.MuonAdamW(sssl.parameter_groups(model), compile)
+    for step in range(4):
+        ids = torch.randint(512, (8, 64), generator=torch.Generator().manual_seed(step))
+        loss_function(ids, ids).backward()
+        optimizer.step(1 - step / 4, sssl.muon_momentum(step), 0.2 * (1 - step / 4))
+        model.zero_grad(set_to_none=True)
+        counts.append(len(graphs))
+    muon = {tuple(p.shape) for p in model.blocks.parameters()}
+    assert counts == [1 + len(muon) + 4] * 4  # AdamW: head, tables, and scalars with two betas
+    for _ in range(2):
+        with torch.no_grad():
+            loss_function(ids, ids, "none")
+    assert len(graphs) == counts[0] + 1
+
+
 # -- schedules, clock, MFU, failures -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("progress, changes, factor", [
