@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -16,6 +17,7 @@ from research.decide import Rule
 from research.trial import Limits
 
 FOLDER, RESULTS = ".research", "results.tsv"
+LOCK_SECONDS = 2.0  # a child that a killed loop was just starting may hold its lock for a moment
 STATUSES = ("keep", "discard", "crash", "timeout", "nan", "oversize", "invalid")
 
 
@@ -84,12 +86,17 @@ def load_state(root: Path) -> State:
 def locked(root: Path) -> Iterator[None]:
     """One loop per folder. Raises ValueError when another one works here; the lock goes with its process."""
     (root / FOLDER).mkdir(exist_ok=True)
+    deadline = time.monotonic() + LOCK_SECONDS
     with (root / FOLDER / "lock").open("a") as f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another loop works in {root}; wait, or start one with its own tag in a folder of "
-                             "`git worktree add`") from None
+        while True:
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ValueError(f"another loop works in {root}; wait, or start one with its own tag in a folder "
+                                     "of `git worktree add`") from None
+                time.sleep(0.05)
         yield
 
 
