@@ -121,11 +121,8 @@ def start_command(args: argparse.Namespace) -> int:
         if not resumes(root, args.tag):
             begin(root, args)
         loop = open_loop(root)
-        try:
+        with loop.ending_cleanly():
             loop.baseline(Slot("0", args.gpu))
-        except KeyboardInterrupt:
-            loop.stop.set()
-            raise
     return show_row(loop.rows()[0], args.json)
 
 
@@ -205,12 +202,9 @@ def run_command(args: argparse.Namespace) -> int:
         if (same := repo.same_script(script.read_bytes())) is not None:
             raise ValueError(f"this script was tried as experiment {same} (python -m research history); change it")
         also = [name for name in changed_files(root) if name != repo.script and guard.is_code_or_data(name)]
-        try:
+        with loop.ending_cleanly():
             loop.baseline(slot)
             return show_row(loop.experiment(slot, base, script.read_bytes(), description, also), args.json)
-        except KeyboardInterrupt:
-            loop.stop.set()
-            raise
 
 
 # -- auto --------------------------------------------------------------------------------------------------------------
@@ -277,15 +271,15 @@ def auto_command(args: argparse.Namespace) -> int:
         search = [name.upper() for name in args.settings.split(",") if name]
         propose = Agent(loop, args.agent, args.agent_seconds) if args.agent is not None else OptunaSearch(loop, search)
         drive = Drive(loop, propose, args)
-        with ThreadPoolExecutor(len(slots)) as pool:
+        with loop.ending_cleanly(), ThreadPoolExecutor(len(slots)) as pool:
             futures = [pool.submit(drive.work, slot) for slot in slots]
             try:
                 wait(futures)
             except KeyboardInterrupt:
                 loop.stop.set()
                 raise
-        errors = [error for future in futures if (error := future.exception())]
-        if errors:
-            raise next((error for error in errors if not isinstance(error, Stopped)), errors[0])
+            errors = [error for future in futures if (error := future.exception())]
+            for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
+                raise error
         loop.say(f"ended after {drive.why}")
     return report.show(root, args.json)

@@ -149,13 +149,9 @@ class Loop:
             self.repo.remember(number, commit)
         tried = Experiment(number, base, commit, source, description)
         self.say(f"#{number} {description}")
-        try:
-            result = self.problem(tried, also_changed) or self.measure(tried, slot)
-            changed = guard.data_problem(self.state.data, guard.fingerprint_data(self.root, dict(os.environ)))
-            result = Outcome("invalid", changed) if changed else result
-        except Stopped:
-            self.finish(tried, slot, "crash", 0.0, "interrupted")
-            raise
+        result = self.problem(tried, also_changed) or self.measure(tried, slot)
+        changed = guard.data_problem(self.state.data, guard.fingerprint_data(self.root, dict(os.environ)))
+        result = Outcome("invalid", changed) if changed else result
         if isinstance(result, Outcome):
             return self.finish(tried, slot, result.status, 0.0, result.reason)
         return self.conclude(tried, slot, result)
@@ -215,7 +211,17 @@ class Loop:
             if path.is_file() and not path.is_symlink() and path.stat().st_size > KEPT_FILE_BYTES:
                 path.unlink()
 
-    # -- begin and resume ----------------------------------------------------------------------------------------------
+    # -- begin, end and resume -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def ending_cleanly(self) -> Iterator[None]:
+        """Records what an interrupt leaves half done."""
+        try:
+            yield
+        except (KeyboardInterrupt, Stopped):
+            self.stop.set()
+            self.recover()
+            raise
 
     def baseline(self, slot: Slot) -> None:
         """Runs of the tip on this hardware, until its noise can be known. Raises ValueError when one fails."""
@@ -249,7 +255,7 @@ class Loop:
             if commit != self.repo.tip() and not any(commit.startswith(row.commit) for row in rows):
                 description = self.repo.git("log", "-1", "--format=%s", commit)
                 half = Experiment(number, self.parent(commit), commit, b"", description)
-                found.append(self.finish(half, Slot("0"), "crash", 0.0, "interrupted: the loop was killed"))
+                found.append(self.finish(half, Slot("0"), "crash", 0.0, "interrupted"))
         return found
 
     def parent(self, commit: str) -> str:

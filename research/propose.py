@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shlex
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,14 +44,13 @@ class Agent:
     file that takes the place of `{prompt}`), edits the script, and its last output line becomes the description."""
 
     def __init__(self, loop: Loop, command: str, seconds: float) -> None:
-        self.loop, self.command, self.seconds, self.calls, self.note = loop, shlex.split(command), seconds, 0, ""
+        self.loop, self.command, self.seconds, self.note = loop, shlex.split(command), seconds, ""
         if not self.command:
             raise ValueError("--agent '' is empty; give a command line")
 
     def __call__(self, slot: Slot, base: str) -> Proposal:
         with self.loop.mutex:
-            self.calls += 1
-            folder = self.loop.folder / "runs" / "agent" / f"{os.getpid()}-{self.calls:04d}"
+            folder = self.loop.folder / "runs" / "agent" / str(time.time_ns())
             tree = self.loop.repo.worktree(slot.name, base, self.loop.state.links)
             prompt = self.prompt()
         folder.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def with_range(name: str, number: ast.Constant, bounds: dict[str, float]) -> Set
     if value <= 0 or number.end_lineno != number.lineno:
         return None
     low, high = value / 2, value * 2
-    if 0.5 < value < 1 and (not bounds or 1 in (bounds.get("below"), bounds.get("most"))):
+    if (0.5 if 1 in (bounds.get("below"), bounds.get("most")) else 0.8) < value < 1:
         low, high = max(low, 1 - 3 * (1 - value)), 1 - (1 - value) / 3
     if "declared" in bounds:
         low, high = bounds["least"], bounds["most"]

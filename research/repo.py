@@ -163,6 +163,8 @@ class Repo:
         when a git step may be missing."""
         common = self.root / self.git("rev-parse", "--git-common-dir")
         stale = [common / f"refs/heads/{self.branch}.lock", *(common / self.ref_folder).glob("*.lock")]
+        for link in (self.root / FOLDER / "work").glob("*/.git"):
+            stale += Path(link.read_text(encoding="utf-8").removeprefix("gitdir:").strip()).glob("*.lock")
         mark = self.root / FOLDER / "settling"
         interrupted = mark.exists()
         if interrupted:

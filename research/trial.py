@@ -61,7 +61,8 @@ def run_process(command: Sequence[str], cwd: Path, environment: Mapping[str, str
     log.parent.mkdir(parents=True, exist_ok=True)
     source = log.with_suffix(".stdin")
     source.write_text(text, encoding="utf-8")
-    with log.open("wb") as output, source.open("rb") as given:
+    log.unlink(missing_ok=True)
+    with log.open("ab") as output, source.open("rb") as given:
         try:
             process = subprocess.Popen(command, cwd=cwd, env={**environment, MARK: str(log.parent)}, stdin=given,
                                        stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -158,7 +159,7 @@ def judge(code: int | None, text: str, limits: Limits) -> Outcome:
         return Outcome("timeout", f"over {limits.total_seconds:g} s in all; ended")
     log = Log(Path("log"))
     try:
-        read_body(log, text)
+        read_body(log, "\n" + text)  # the rule of the summary may be the first line
         found = {name: float(next((log.summary[key] for key in keys if key in log.summary), 0))
                  for name, keys in NAMES.items()}
         bpb = float(log.summary["val_bpb"]) if "val_bpb" in log.summary else None

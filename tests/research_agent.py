@@ -15,8 +15,9 @@ def main():
     if not edits:
         edits = {"gain": random.choice(["0", "0", "0.01", "-0.01"]),
                  "behaviour": random.choice(["fine"] * 7 + ["crash", "nan", "oversize", "debris"])}
-    level = float(re.search(r"(?m)^LEVEL = (.*)", source)[1])
-    source = re.sub(r"(?m)^LEVEL = .*", f"LEVEL = {level - float(edits.get('gain', 0)):.5f}", source)
+    if "gain" in edits:
+        level = float(re.search(r"(?m)^LEVEL = (.*)", source)[1]) - float(edits["gain"])
+        source = re.sub(r"(?m)^LEVEL = .*", f"LEVEL = {level:.5f}", source)
     if "behaviour" in edits:
         source = re.sub(r"(?m)^BEHAVIOUR = .*", f"BEHAVIOUR = {edits['behaviour']!r}", source)
     if "metric" in edits:
