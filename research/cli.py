@@ -20,7 +20,7 @@ from research.decide import Rule
 from research.loop import Loop, Slot
 from research.propose import Agent, NoProposal, OptunaSearch, Proposal
 from research.repo import changed_files, exclude_own_files, find_root, first_commit, git, untracked_data
-from research.store import FOLDER, Row, State, load_state, locked, one_line, save_state
+from research.store import FOLDER, RESULTS, Row, State, load_state, locked, one_line, save_state
 from research.trial import Limits, Stopped
 
 TAG = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -118,8 +118,7 @@ def start_command(args: argparse.Namespace) -> int:
     root = find_root()
     with locked(root):
         exclude_own_files(root)
-        if not resumes(root, args.tag):
-            begin(root, args)
+        begin(root, args)
         loop = open_loop(root)
         with loop.ending_cleanly():
             loop.baseline(Slot("0", args.gpu))
@@ -127,32 +126,34 @@ def start_command(args: argparse.Namespace) -> int:
 
 
 def resumes(root: Path, tag: str) -> bool:
-    """Whether a start with this tag was cut short. Raises ValueError when another session is under way here."""
+    """Whether a start with this tag made the branch, and no more. Raises ValueError when a session is under way."""
     if not (root / FOLDER / "state.json").exists():
         return False
     old = load_state(root)
-    on_branch = git(root, "symbolic-ref", "--quiet", "--short", "HEAD") == old.branch
-    if old.tag == tag and not (root / "results.tsv").exists() and on_branch:
-        return True
+    if old.tag == tag and not (root / RESULTS).exists():
+        return bool(git(root, "for-each-ref", f"refs/heads/{old.branch}"))
     raise ValueError(f"session {old.tag} is under way in {root}; go on with run or auto, start in a folder of "
-                     f"`git worktree add`, or move {FOLDER} and results.tsv away")
+                     f"`git worktree add`, or move {FOLDER} and {RESULTS} away")
 
 
 def begin(root: Path, args: argparse.Namespace) -> None:
     """Checks everything, makes the branch, then writes the state."""
+    again = resumes(root, args.tag)
     state = make_state(root, args)
-    if (root / "results.tsv").exists():
-        raise ValueError(f"{root / 'results.tsv'} exists and is kept; move it away")
-    if git(root, "for-each-ref", f"refs/heads/{state.branch}", f"refs/research/{state.tag}"):
+    if (root / RESULTS).exists():
+        raise ValueError(f"{root / RESULTS} exists and is kept; move it away")
+    if not again and git(root, "for-each-ref", f"refs/heads/{state.branch}", f"refs/research/{state.tag}"):
         raise ValueError(f"branch {state.branch} or its experiments exist; choose another tag")
-    if not git(root, "for-each-ref", "--count=1") and not is_born(root):
+    if not is_born(root):
         first_commit(root)
     if changed := changed_files(root):
         raise ValueError(f"the tree is not clean ({', '.join(changed[:3])}); commit or stash first")
     if not git(root, "ls-files", "--", args.script):
         raise ValueError(f"{args.script} is not tracked; git add and commit it first")
+    data = os.environ.get("DATA_DIR", "data")
+    state.links = untracked_data(root, [] if Path(data).is_absolute() else [data]) + args.link
     save_state(root, state)
-    git(root, "checkout", "--quiet", "-b", state.branch)
+    git(root, "checkout", "--quiet", *([] if again else ["-b"]), state.branch)
 
 
 def is_born(root: Path) -> bool:
@@ -178,10 +179,11 @@ def make_state(root: Path, args: argparse.Namespace) -> State:
         guard.frozen_parts(script.read_bytes(), args.frozen)
     except (SyntaxError, re.error) as error:
         raise ValueError(f"{args.script} or --frozen cannot be read: {error}") from None
-    links = untracked_data(root, [data] if not Path(data).is_absolute() else []) + args.link
-    return State(args.tag, args.script, shlex.split(args.command or f"{shlex.quote(sys.executable)} {args.script}"),
-                 Limits(args.budget, limit, args.cap_bytes), Rule(args.k, args.runs), args.seed, args.frozen, links,
-                 guard.fingerprint_data(root, dict(os.environ)))
+    command = shlex.split(args.command) if args.command else [sys.executable, args.script]
+    if "/" in command[0] and (root / command[0]).exists():
+        command[0] = str(root / command[0])  # the worktrees have no .venv
+    return State(args.tag, args.script, command, Limits(args.budget, limit, args.cap_bytes), Rule(args.k, args.runs),
+                 args.seed, args.frozen, data=guard.fingerprint_data(root, dict(os.environ)))
 
 
 # -- run ---------------------------------------------------------------------------------------------------------------

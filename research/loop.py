@@ -21,7 +21,7 @@ from research.repo import Repo
 from research.store import FOLDER, RESULTS, Row, append_record, append_row, load_state, read_records, read_rows
 from research.trial import Outcome, Stopped, end_processes, failure_tail, judge, read_text, run_process
 
-KEPT_FILE_BYTES = 2**20  # larger outputs (weights) of runs that were not kept are deleted
+KEPT_FILE_BYTES = 2**20  # larger outputs, such as weights, are deleted: a night of them would fill a disk
 ATTEMPTS = 3  # runs of a commit that already ran well and now fails
 BASELINE_RUNS = 2
 
@@ -99,6 +99,7 @@ class Loop:
             self.note(number, key, outcome)
         finally:
             self.reserved.discard(key)
+            delete_weights(output)
         return outcome
 
     @contextlib.contextmanager
@@ -183,15 +184,13 @@ class Loop:
         return self.experiment(slot, tip, merged, f"{tried.description} (on a newer keep)")
 
     def finish(self, tried: Experiment, slot: Slot, status: str, gain: float, reason: str) -> Row:
-        """Row first, synced; then branch and tree; then the disk."""
+        """Row first, synced; then branch and tree."""
         with self.mutex:
             row = self.make_row(tried.commit, guard.hardware(slot.gpu), status, tried.description, gain, reason)
             with self.repo.settling():
                 append_row(self.results, row)
                 remark = self.repo.settle(tried.base, tried.commit, status == "keep")
         self.say(f"  {status}: {reason}" + (f" ({remark})" if remark else ""))
-        if status != "keep":
-            self.delete_weights(tried.number)
         return row
 
     def make_row(self, commit: str, hardware: str, status: str, description: str, gain: float, reason: str) -> Row:
@@ -205,11 +204,6 @@ class Loop:
                    max((r["memory_mib"] for r in good), default=0.0) / 1024, status, description, mean("seconds"),
                    round(mean("steps")), max((r["bytes"] for r in runs), default=0), hardware,
                    ",".join(str(r["seed"]) for r in runs), gain, reason)
-
-    def delete_weights(self, number: int) -> None:
-        for path in (self.folder / "runs" / f"{number:04d}").glob("**/*"):
-            if path.is_file() and not path.is_symlink() and path.stat().st_size > KEPT_FILE_BYTES:
-                path.unlink()
 
     # -- begin, end and resume -----------------------------------------------------------------------------------------
 
@@ -269,3 +263,8 @@ class Loop:
         log = self.log_of(number)
         return failure_tail(read_text(log)) if log else ""
 
+
+def delete_weights(output: Path) -> None:
+    for path in output.glob("**/*"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_size > KEPT_FILE_BYTES and path.suffix != ".txt":
+            path.unlink()
