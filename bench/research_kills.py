@@ -81,7 +81,7 @@ def one_kill(folder: Path, rng: random.Random) -> str:
         script.write_text(re.sub(r"(?m)^LEVEL = .*", f"LEVEL = {level}", script.read_text()) + f"# {rng.random()}\n")
         kill_after(folder, ["run", "-d", f"level {level}"], rng.uniform(0.1, 1.2))
     else:
-        kill_after(folder, agent + ["--gpus", "0,1"] * (way == "two slots"), rng.uniform(0.1, 2.5))
+        kill_after(folder, agent + ["--gpus", "0,1"] * (way == "two slots"), rng.uniform(0.1, 1.8))
     return way
 
 

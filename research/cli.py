@@ -198,15 +198,15 @@ def run_command(args: argparse.Namespace) -> int:
         slot, base, repo = Slot("0", args.gpu), loop.repo.tip(), loop.repo
         if git(root, "rev-parse", "--symbolic-full-name", "HEAD") != f"refs/heads/{repo.branch}":
             raise ValueError(f"the tree is not on {repo.branch}; git checkout {repo.branch}")
-        script = root / repo.script
         if repo.tree_blob() in (None, repo.blob(base)):
             raise ValueError(f"{repo.script} is as it was kept last; change it, then run")
-        if (same := repo.same_script(script.read_bytes())) is not None:
+        source = (root / repo.script).read_bytes()
+        if (same := repo.same_script(source)) is not None:
             raise ValueError(f"this script was tried as experiment {same} (python -m research history); change it")
         also = [name for name in changed_files(root) if name != repo.script and guard.is_code_or_data(name)]
         with loop.ending_cleanly():
             loop.baseline(slot)
-            return show_row(loop.experiment(slot, base, script.read_bytes(), description, also), args.json)
+            return show_row(loop.experiment(slot, base, source, description, also), args.json)
 
 
 # -- auto --------------------------------------------------------------------------------------------------------------

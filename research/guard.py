@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -82,6 +83,7 @@ def hardware(gpu: str | None = None) -> str:
     return f"{gpus(gpu) or f'{os.cpu_count()} cores {platform.machine()}'}, torch {torch}"
 
 
+@cache
 def gpus(gpu: str | None) -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None

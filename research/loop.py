@@ -85,8 +85,9 @@ class Loop:
     def run_once(self, number: int, commit: str, slot: Slot) -> Outcome:
         """One run of a commit with its next seed, recorded. Raises Stopped."""
         hardware = guard.hardware(slot.gpu)
-        with self.mutex, self.seed_of(commit, hardware) as seed:
+        with self.mutex:
             tree = self.repo.worktree(slot.name, commit, self.state.links)
+            seed = self.next_seed(commit, hardware)
             key = (commit, seed, hardware)
             self.reserved.add(key)
         output, limits = self.run_folder(number, seed), self.state.limits
@@ -102,11 +103,10 @@ class Loop:
             delete_weights(output)
         return outcome
 
-    @contextlib.contextmanager
-    def seed_of(self, commit: str, hardware: str) -> Iterator[int]:
+    def next_seed(self, commit: str, hardware: str) -> int:
         """The first seed that this commit has not run with; every commit goes through the same ones."""
         used = {(r["commit"], r["seed"], r["hardware"]) for r in self.records} | self.reserved
-        yield next(seed for seed in itertools.count(self.state.seed) if (commit, seed, hardware) not in used)
+        return next(seed for seed in itertools.count(self.state.seed) if (commit, seed, hardware) not in used)
 
     def note(self, number: int, key: tuple[str, int, str], outcome: Outcome) -> None:
         record = {"experiment": number, **dict(zip(("commit", "seed", "hardware"), key)), **vars(outcome)}
@@ -241,7 +241,7 @@ class Loop:
         end_processes(str(self.folder))
         interrupted = self.repo.clear_locks()
         tried, rows = self.repo.tried(), self.rows()
-        if interrupted and rows and rows[-1].description != "baseline":
+        if interrupted and rows and not rows[-1].is_baseline:
             last = next(commit for commit in tried.values() if commit.startswith(rows[-1].commit))
             self.repo.settle(self.parent(last), last, rows[-1].status == "keep")
         found = []

@@ -13,12 +13,13 @@ from pathlib import Path
 
 from research.store import FOLDER, RESULTS, State
 
+QUIET = ("-c", "core.hooksPath=/dev/null", "-c", "commit.gpgSign=false")  # the user's hooks are for the user's commits
 START_BYTES = 100 * 2**20  # a first commit of more is refused: most likely data that .gitignore does not name
 
 
 def git(root: Path, *arguments: str, data: bytes | None = None, **environment: str) -> str:
     """Standard output without its last line end. Raises ValueError with git's message."""
-    done = subprocess.run(["git", *arguments], cwd=root, input=data, capture_output=True, check=False,
+    done = subprocess.run(["git", *QUIET, *arguments], cwd=root, input=data, capture_output=True, check=False,
                           env={**os.environ, **environment})
     if done.returncode:
         message = done.stderr.decode("utf-8", "replace").strip().replace("\n", "; ")

@@ -62,10 +62,9 @@ def summarize(rows: list[Row]) -> dict[str, Any]:
     kept = [i for i, row in enumerate(rows) if row.status == "keep"]
     first = next((row for row in rows if row.status == "keep"), None)
     best = rows[kept[-1]] if kept else None
-    counts = Counter(row.status for row in rows if row.description != "baseline")
+    counts = Counter(row.status for row in rows if not row.is_baseline)
     decided = counts["keep"] + counts["discard"]
-    gains = sorted((row for row in rows if row.status == "keep" and row.description != "baseline"),
-                   key=lambda row: -row.gain)
+    gains = sorted((row for row in rows if row.status == "keep" and not row.is_baseline), key=lambda row: -row.gain)
     idle = len(rows) - 1 - kept[-1] if kept else len(rows)
     return {"experiments": sum(counts.values()), "counts": {name: counts[name] for name in STATUSES},
             "keep_rate": counts["keep"] / decided if decided else None,

@@ -38,6 +38,10 @@ class Row:
     gain: float = 0.0  # over the commit it started from, bpb
     reason: str = ""
 
+    @property
+    def is_baseline(self) -> bool:
+        return self.reason.startswith("baseline")
+
     def line(self) -> str:
         shown = {**asdict(self), "val_bpb": f"{self.val_bpb:.6f}", "memory_gb": f"{self.memory_gb:.1f}",
                  "seconds": f"{self.seconds:.1f}", "gain": f"{self.gain:+.6f}"}

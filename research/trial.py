@@ -19,6 +19,7 @@ MARK = "RESEARCH_RUN"  # environment variable by which a run's processes are fou
 GRACE_SECONDS = 10.0  # between TERM and KILL
 LOG_BYTES = 64 * 2**20  # more output than this ends a run: it would fill the disk
 TAIL_LINES, TAIL_WIDTH = 50, 300
+CAUSE = re.compile(r"(?m)^(?:\[rank\d+\]: ?)?((?:[\w.]+(?:Error|Exception)|error): .{1,200})")  # the first one named
 # Row's name and the summary lines that mean it: ours, and those of the classic loop's script.
 NAMES = {"seconds": ("train_seconds", "training_seconds"), "steps": ("steps", "num_steps"),
          "memory_mib": ("peak_memory_mib", "peak_vram_mb"), "bytes": ("total_bytes",)}
@@ -167,19 +168,20 @@ def judge(code: int | None, text: str, limits: Limits) -> Outcome:
         return Outcome("crash", f"summary not readable: {error}")
     values = {**found, "steps": int(found["steps"]), "bytes": int(found["bytes"])}
     codes = {code, *map(int, re.findall(r"exitcode\s*:\s*(-?\d+)", text))}
-    status, reason = classify(codes, bpb, log, values, limits)
+    status, reason = classify(codes, bpb, log, values, limits, text)
     return Outcome(status, reason, bpb if status == "ok" else 0.0, **values)
 
 
 def classify(codes: set[int], bpb: float | None, log: Log, values: Mapping[str, float], limits: Limits,
-             ) -> tuple[str, str]:
+             text: str) -> tuple[str, str]:
     losses = [step[1] for step in log.steps] + ([] if bpb is None else [bpb])
     if 3 in codes or not all(map(math.isfinite, losses)):
         return "nan", "the loss or the score is not finite"
     if 4 in codes or values["bytes"] > limits.total_bytes:
         return "oversize", f"{values['bytes'] or 'too many'} bytes, at most {limits.total_bytes} may be used"
     if codes != {0}:
-        return "crash", f"exit status {', '.join(map(str, sorted(codes - {0})))}"
+        cause = CAUSE.search(text)
+        return "crash", f"exit status {', '.join(map(str, sorted(codes - {0})))}{': ' + cause[1] if cause else ''}"
     if bpb is None:
         return "crash", "no line 'val_bpb: NUMBER' after a line '---'"
     if not log.summary.get("valid", "yes").startswith("yes"):

@@ -23,7 +23,7 @@ from research_helpers import (  # noqa: F401 - fixtures
 )
 
 from research import cli, trial
-from research.loop import Loop
+from research.loop import Loop, Slot
 from research.store import COLUMNS, append_line, read_rows, whole_lines
 
 # ruff: noqa: F811 - fixtures are parameters too
@@ -256,6 +256,21 @@ def test_several_slots_keep_one_history(session, capsys):
     rows = read_rows(session / "results.tsv")
     assert sum(row.status == "keep" for row in rows) >= 4 and len(rows) >= 6
     assert {path.name for path in (session / ".research/work").iterdir()} == {"0", "1"}
+    assert_in_order(session)
+
+
+def test_a_gain_over_a_commit_that_is_no_longer_the_tip_is_tried_again_on_it(session):
+    loop, slot = Loop(session, lambda text: None), Slot("0")
+    base = loop.repo.tip()
+    source = loop.repo.source(base)
+    better = [source.replace(b"LEVEL = 1.0\n", b"LEVEL = 0.95\n"), source.replace(b"_LR = 0.02", b"_LR = 0.03"),
+              source.replace(b"LEVEL = 1.0\n", b"LEVEL = 0.94\n")]
+    rows = [loop.experiment(slot, base, text, f"idea {i}") for i, text in enumerate(better)]
+    assert [(row.status, row.description) for row in rows] == [
+        ("keep", "idea 0"), ("keep", "idea 1 (on a newer keep)"), ("discard", "idea 2")]
+    assert rows[2].reason.startswith("conflicts with a newer keep: gain +0.0")
+    assert "LEVEL = 0.95\n" in (text := (session / "train_gpt.py").read_text()) and "MATRIX_LR = 0.03" in text
+    assert [row.reason.split(":")[0] for row in loop.rows()][2] == "tried again on a newer keep"
     assert_in_order(session)
 
 

@@ -52,6 +52,11 @@ def test_status(code, text, status):
     assert (outcome.val_bpb > 0) == (status == "ok")
 
 
+def test_a_crash_names_its_first_cause():
+    text = "[rank1]: torch.OutOfMemoryError: CUDA out of memory.\nChildFailedError: train_gpt.py\n"
+    assert judge(1, text, LIMITS).reason == "exit status 1: torch.OutOfMemoryError: CUDA out of memory."
+
+
 def test_numbers_and_the_classic_names():
     outcome = judge(0, block(), LIMITS)
     assert (outcome.val_bpb, outcome.seconds, outcome.steps, outcome.bytes, outcome.memory_mib) == (
