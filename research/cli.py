@@ -51,7 +51,7 @@ def add_start(commands: Any) -> None:
     option("--budget", type=float, default=300.0, help="seconds of training, passed as MAX_WALLCLOCK_SECONDS")
     option("--limit", type=float, help="seconds in all, after which a run is ended; None: twice the budget")
     option("--cap-bytes", type=int, default=Limits.total_bytes, help="total_bytes at most")
-    option("--seed", type=int, default=1337, help="first seed; further runs count up from it")
+    option("--seed", type=int, default=1337, help="first seed; each run has the next one")
     option("--k", type=float, default=Rule.k, help="standard errors that a gain must exceed")
     option("--runs", type=int, default=Rule.most_runs, help="runs of a candidate at most")
     option("--frozen", default=guard.FROZEN, help="regular expression: definitions that may not change")

@@ -1,7 +1,7 @@
 """The keep rule: pure functions from runs' scores to the next step. Lower scores (bpb) are better.
 
-A group-sequential t test. Candidate and incumbent run with the same first seeds; after each candidate run the
-difference of means is compared with two bounds in standard errors. The upper one falls as runs accumulate (O'Brien and
+A group-sequential t test. Every run has a seed of its own; after each run of the candidate the difference of means is
+compared with two bounds in standard errors. The upper one falls as runs accumulate (O'Brien and
 Fleming, Biometrics 35, 1979), so that a lucky first run keeps nothing; the lower one rises from 0 to meet it (a
 triangular test, Whitehead 1997), so that most candidates that do not help cost one run. The noise is pooled over the
 incumbent's, its ancestors' and the candidate's own runs, never over discarded ones: one unstable candidate must not

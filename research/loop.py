@@ -7,7 +7,6 @@ of the last row may be missing; `recover` finishes both.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +51,7 @@ class Loop:
         self.folder, self.results = root / FOLDER, root / RESULTS
         self.records = read_records(self.folder / "runs.jsonl")
         self.mutex, self.stop = RLock(), Event()
-        self.reserved: set[tuple[str, int, str]] = set()
+        self.reserved: set[int] = set()  # seeds of the runs under way
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
@@ -83,13 +82,13 @@ class Loop:
     # -- runs ----------------------------------------------------------------------------------------------------------
 
     def run_once(self, number: int, commit: str, slot: Slot) -> Outcome:
-        """One run of a commit with its next seed, recorded. Raises Stopped."""
+        """One run of a commit, recorded, with a seed that none had before: a seed that suits one script or harms all
+        would else decide the night. Raises Stopped."""
         hardware = guard.hardware(slot.gpu)
         with self.mutex:
             tree = self.repo.worktree(slot.name, commit, self.state.links)
-            seed = self.next_seed(commit, hardware)
-            key = (commit, seed, hardware)
-            self.reserved.add(key)
+            seed = max(self.reserved | {r["seed"] for r in self.records}, default=self.state.seed - 1) + 1
+            self.reserved.add(seed)
         output, limits = self.run_folder(number, seed), self.state.limits
         environment = {**os.environ, "MAX_WALLCLOCK_SECONDS": f"{limits.train_seconds:g}", "SEED": str(seed),
                        "OUTPUT_DIR": str(output), **({} if slot.gpu is None else {"CUDA_VISIBLE_DEVICES": slot.gpu})}
@@ -97,24 +96,19 @@ class Loop:
             code = run_process(self.state.command, tree, environment, output / "log.txt", limits.total_seconds,
                                self.stop)
             outcome = judge(code, read_text(output / "log.txt"), limits)
-            self.note(number, key, outcome)
+            self.note(number, commit, seed, hardware, outcome)
         finally:
-            self.reserved.discard(key)
+            self.reserved.discard(seed)
             delete_weights(output)
         return outcome
 
-    def next_seed(self, commit: str, hardware: str) -> int:
-        """The first seed that this commit has not run with; every commit goes through the same ones."""
-        used = {(r["commit"], r["seed"], r["hardware"]) for r in self.records} | self.reserved
-        return next(seed for seed in itertools.count(self.state.seed) if (commit, seed, hardware) not in used)
-
-    def note(self, number: int, key: tuple[str, int, str], outcome: Outcome) -> None:
-        record = {"experiment": number, **dict(zip(("commit", "seed", "hardware"), key)), **vars(outcome)}
+    def note(self, number: int, commit: str, seed: int, hardware: str, outcome: Outcome) -> None:
+        record = {"experiment": number, "commit": commit, "seed": seed, "hardware": hardware, **vars(outcome)}
         with self.mutex:
             append_record(self.folder / "runs.jsonl", record)
             self.records.append(record)
-        self.say(f"  #{number} seed {key[1]}: {outcome.val_bpb:.6f} bpb" if outcome.status == "ok" else
-                 f"  #{number} seed {key[1]}: {outcome.status}, {outcome.reason}")
+        said = f"{outcome.val_bpb:.6f} bpb" if outcome.status == "ok" else f"{outcome.status}, {outcome.reason}"
+        self.say(f"  #{number} seed {seed}: {said}")
 
     def run_folder(self, number: int, seed: int) -> Path:
         return self.folder / "runs" / f"{number:04d}" / str(seed)

@@ -61,9 +61,9 @@ class Agent:
         if code != 0:
             end = f"exit status {code}" if code is not None else f"no answer in {self.seconds:g} s"
             raise NoProposal(f"the agent failed: {end}{': ' + said[-1] if said else ''} (log: {folder / 'log.txt'})")
-        return self.collect(tree, base, one_line(said[-1])[:DESCRIPTION_CHARS] if said else "no description")
+        return self.collect(tree, base, said[-1] if said else "")
 
-    def collect(self, tree: Path, base: str, description: str) -> Proposal:
+    def collect(self, tree: Path, base: str, said: str) -> Proposal:
         script = tree / self.loop.state.script
         if not script.is_file():
             raise NoProposal(f"the agent removed {self.loop.state.script}")
@@ -75,6 +75,9 @@ class Agent:
             raise NoProposal(f"the agent's script is that of experiment {same}")
         self.note = ""
         others = [name for name in changed_files(tree, base) if name != self.loop.state.script]
+        old = set(self.loop.repo.source(base).splitlines())
+        first = next((line for line in source.splitlines() if line not in old), b"lines removed")
+        description = one_line(said or first.decode("utf-8", "replace"))[:DESCRIPTION_CHARS]
         return Proposal(source, description, others)
 
     def prompt(self) -> str:

@@ -71,6 +71,7 @@ def summarize(rows: list[Row]) -> dict[str, Any]:
             "baseline_bpb": first and first.val_bpb, "best_bpb": best and best.val_bpb,
             "best_commit": best and best.commit,
             "gained_bpb": sum(row.gain for row in gains) if kept else None,
+            "gained_lately_bpb": sum(row.gain for row in rows[-PLATEAU:] if row.status == "keep"),
             "seconds_of_training": sum(row.seconds * (row.seed.count(",") + 1) for row in rows),
             "since_last_keep": idle, "plateau": idle >= PLATEAU,
             "hardware": sorted({row.hardware for row in rows if row.hardware}),

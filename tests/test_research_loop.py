@@ -238,6 +238,11 @@ def test_agent_gets_protocol_history_and_failures(session, capsys):
     assert_in_order(session)
 
 
+def test_any_command_is_an_agent(session):
+    assert cli.main(["auto", "--agent", "sed -i 's/^LEVEL = 1.0/LEVEL = 0.9/' train_gpt.py", "--iterations", "1"]) == 0
+    assert [(row.status, row.description) for row in read_rows(session / "results.tsv")][1:] == [("keep", "LEVEL = 0.9")]
+
+
 def test_agent_that_fails_or_repeats_itself_ends_the_loop(session, capsys):
     assert "5 calls in a row brought no proposal" in error_of(capsys, "auto", "--agent", "false")
     assert "that of experiment 0" in error_of(capsys, "auto", "--agent", f"{AGENT} same")
