@@ -88,12 +88,10 @@ class Agent:
         parts = [PROTOCOL.read_text(encoding="utf-8"), "# This call", f"Edit {state.script} in the current folder: one "
                  "idea. Do not run it, do not commit. End with one line that says what you tried.", self.note,
                  f"# The last {len(lines)} of {len(rows)} experiments", "commit, val_bpb, gain, status, description, "
-                 "reason:", *lines]
-        tried = self.loop.repo.tried()
-        failed = next((n for n, c in reversed(tried.items()) if rows and c.startswith(rows[-1].commit)
-                       and rows[-1].status not in ("keep", "discard")), None)
-        if failed is not None:
-            parts += ["# The end of the last experiment's log", self.loop.tail(failed)]
+                 "reason:", "\n".join(lines)]
+        if rows and rows[-1].status not in ("keep", "discard"):
+            failed = [n for n, commit in self.loop.repo.tried().items() if commit.startswith(rows[-1].commit)]
+            parts += ["# The end of the last experiment's log", *map(self.loop.tail, failed)]
         return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -114,7 +112,7 @@ class Setting:
     whole: bool
 
 
-NOT_SEARCHED = re.compile(r"(?i)seed|seconds|wallclock|every|iterations|_dir|vocab|bytes|stride|eval|val_|cap")
+NOT_SEARCHED = re.compile(r"(?i)seed|seconds|wallclock|every|iterations|_dir|vocab|bytes|stride|eval|val_")
 RANGE = re.compile(r"#.*?\[\s*([-+.\deE]+)\s*,\s*([-+.\deE]+)\s*\]")  # a comment with [low, high] declares a range
 
 

@@ -108,8 +108,9 @@ def remeasured(root: Path) -> dict[str, Any]:
     hardware = kept[-1][1].hardware
     first = next(loop.scores(commit, hardware) for commit, row in kept if row.hardware == hardware)
     last = loop.scores(kept[-1][0], hardware)
+    gain = sum(first) / len(first) - sum(last) / len(last) if first and last else None
     noise = spread([loop.scores(commit, hardware) for commit in {commit for commit, _ in kept}]).noise
-    return {"noise_bpb": noise, "gain_by_all_runs": sum(first) / len(first) - sum(last) / len(last)}
+    return {"noise_bpb": noise, "gain_by_all_runs": gain}
 
 
 def plot(rows: list[Row], root: Path) -> str | None:
