@@ -188,8 +188,8 @@ class Repo:
                     git(path, "checkout", "--quiet", "--force", "--detach", commit)
                 else:
                     shutil.rmtree(path, ignore_errors=True)
-                    self.git("worktree", "prune")
-                    self.git("worktree", "add", "--quiet", "--force", "--detach", str(path), commit)
+                    self.git("worktree", "prune")  # twice --force: a killed add leaves its entry locked
+                    self.git("worktree", "add", "--quiet", "--force", "--force", "--detach", str(path), commit)
                 git(path, "clean", "-ffdxq")
                 break
             except ValueError:  # a checkout that a kill left half done

@@ -304,6 +304,15 @@ def test_ten_kills():
     assert result["problems"] == [] and result["experiments"] > 0
 
 
+def test_a_worktree_whose_making_was_killed_is_made_again(session):
+    research_kills.shutil.rmtree(session / ".research/work/0")
+    (session / ".git/worktrees/0/locked").write_text("initializing")
+    (session / ".git/worktrees/0/index.lock").touch()
+    edit(session, LEVEL=1.1)
+    assert cli.main(["run", "-d", "worse"]) == 0
+    assert_in_order(session)
+
+
 def test_a_torn_last_line_is_not_a_row(session):
     with (session / "results.tsv").open("a") as f:
         f.write("abc1234\t0.9")
