@@ -79,7 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command; errors of the user become one line on stderr and status 2."""
     args = build_parser().parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup it is ignored, and must stay so
+            signal.signal(number, signal.default_int_handler)
     try:
         return args.run(args)
     except BrokenPipeError:  # the reader, such as head, has seen enough
@@ -150,6 +151,8 @@ def begin(root: Path, args: argparse.Namespace) -> None:
         raise ValueError(f"the tree is not clean ({', '.join(changed[:3])}); commit or stash first")
     if not git(root, "ls-files", "--", args.script):
         raise ValueError(f"{args.script} is not tracked; git add and commit it first")
+    if missing := [link for link in args.link if Path(link).is_absolute() or not (root / link).exists()]:
+        raise ValueError(f"--link {missing[0]}: no such path below {root}; give it as seen from there")
     data = os.environ.get("DATA_DIR", "data")
     state.links = untracked_data(root, [] if Path(data).is_absolute() else [data]) + args.link
     save_state(root, state)

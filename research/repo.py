@@ -182,15 +182,16 @@ class Repo:
     def worktree(self, name: str, commit: str, links: list[str]) -> Path:
         """A clean checkout of `commit` in `.research/work/`, with links to untracked data of the user's tree."""
         path = self.root / FOLDER / "work" / name
+        inside = {"GIT_CEILING_DIRECTORIES": str(path.parent)}  # never the user's repository, which lies above
         for attempt in range(3):
             try:
                 if (path / ".git").exists():
-                    git(path, "checkout", "--quiet", "--force", "--detach", commit)
+                    git(path, "checkout", "--quiet", "--force", "--detach", commit, **inside)
                 else:
                     shutil.rmtree(path, ignore_errors=True)
                     self.git("worktree", "prune")  # twice --force: a killed add leaves its entry locked
                     self.git("worktree", "add", "--quiet", "--force", "--force", "--detach", str(path), commit)
-                git(path, "clean", "-ffdxq")
+                git(path, "clean", "-ffdxq", **inside)
                 break
             except ValueError:  # a checkout that a kill left half done
                 if attempt == 2:

@@ -55,6 +55,7 @@ def test_start_makes_branch_baseline_and_table(session):
 def test_start_refuses(folder, capsys):
     assert "tag 'a b'" in error_of(capsys, "start", "a b")
     assert "--script no.py: no such file" in error_of(capsys, "start", "x", "--script", "no.py")
+    assert "--link /tmp: no such path below" in error_of(capsys, "start", "x", "--link", "/tmp")
     assert "0 < budget <= limit" in error_of(capsys, "start", "x", "--budget", "9", "--limit", "3")
     (folder / "helper.py").write_text("CHANGED = 1\n")
     assert "the tree is not clean (helper.py)" in error_of(capsys, *START)
@@ -308,6 +309,13 @@ def test_a_worktree_whose_making_was_killed_is_made_again(session):
     research_kills.shutil.rmtree(session / ".research/work/0")
     (session / ".git/worktrees/0/locked").write_text("initializing")
     (session / ".git/worktrees/0/index.lock").touch()
+    edit(session, LEVEL=1.1)
+    assert cli.main(["run", "-d", "worse"]) == 0
+    assert_in_order(session)
+
+
+def test_a_worktree_without_git_never_reaches_the_users_repository(session):
+    (session / ".research/work/0/.git").write_text("gitdir: /nowhere\n")
     edit(session, LEVEL=1.1)
     assert cli.main(["run", "-d", "worse"]) == 0
     assert_in_order(session)
