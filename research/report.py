@@ -88,7 +88,8 @@ def show(root: Path, as_json: bool) -> int:
     if as_json:
         print_json(result)
         return 0
-    plain = {name: value for name, value in result.items() if not isinstance(value, (list, dict))}
+    plain = {name: f"{value:.8g}" if isinstance(value, float) else value for name, value in result.items()
+             if not isinstance(value, (list, dict))}
     counts = ", ".join(f"{count} {name}" for name, count in result["counts"].items() if count)
     print_table("Session", ("", ""), [*plain.items(), ("statuses", counts or "-"),
                                       ("hardware", "; ".join(result["hardware"]) or "-")])
