@@ -1,0 +1,377 @@
+"""Whole experiments with a simulated trainer: every status, what is kept and restored, agents, slots, kills."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import golf_helpers as gh
+import pytest
+from research_helpers import (  # noqa: F401 - fixtures
+    START,
+    commit,
+    edit,
+    error_of,
+    folder,
+    git,
+    research_kills,
+    run_json,
+    session,
+)
+
+from research import cli, trial
+from research.loop import Loop, Slot
+from research.store import COLUMNS, append_line, read_rows, whole_lines
+
+# ruff: noqa: F811 - fixtures are parameters too
+ROOT = Path(__file__).resolve().parent.parent
+AGENT = f"{sys.executable} {ROOT / 'tests/research_agent.py'}"
+
+
+def assert_in_order(folder, status_lines=("?? user.txt",)):
+    assert tuple(git(folder, "status", "--porcelain").splitlines()) == status_lines
+    assert (folder / "user.txt").read_text() == research_kills.USER_FILES["user.txt"]
+    assert research_kills.problems(folder, whole_lines(folder / "results.tsv")) == []
+
+
+# -- start -------------------------------------------------------------------------------------------------------------
+
+def test_start_makes_branch_baseline_and_table(session):
+    lines = whole_lines(session / "results.tsv")
+    assert lines[0].split("\t") == list(COLUMNS) and COLUMNS[:5] == ("commit", "val_bpb", "memory_gb", "status",
+                                                                     "description")
+    (row,) = read_rows(session / "results.tsv")
+    assert (row.status, row.description, row.seed) == ("keep", "baseline", "1337,1338")
+    assert (row.steps, row.memory_gb) == (10, 2.0)
+    assert "torch" in row.hardware and row.bytes == 15_000_000 and re.search(r"noise 0\.0\d+", row.reason)
+    assert git(session, "symbolic-ref", "--short", "HEAD") == "research/night"
+    assert not (session / ".gitignore").exists()
+    assert_in_order(session)
+
+
+def test_start_refuses(folder, capsys):
+    assert "tag 'a b'" in error_of(capsys, "start", "a b")
+    assert "--script no.py: no such file" in error_of(capsys, "start", "x", "--script", "no.py")
+    assert "--link /tmp: no such path below" in error_of(capsys, "start", "x", "--link", "/tmp")
+    assert "0 < budget <= limit" in error_of(capsys, "start", "x", "--budget", "9", "--limit", "3")
+    (folder / "helper.py").write_text("CHANGED = 1\n")
+    assert "the tree is not clean (helper.py)" in error_of(capsys, *START)
+    git(folder, "checkout", "helper.py")
+    assert "no research session" in error_of(capsys, "run", "-d", "x")
+    assert cli.main([*START]) == 0
+    assert "session night is under way" in error_of(capsys, "start", "other")
+
+
+def test_start_with_a_script_that_fails_says_why(folder, capsys):
+    edit(folder, BEHAVIOUR="crash")
+    commit(folder)
+    assert cli.main([*START]) == 2
+    assert "ends with crash" in (said := capsys.readouterr().err) and "the candidate is broken" in said
+
+
+def test_start_in_a_repository_without_history_or_identity(folder, monkeypatch, tmp_path):
+    research_kills.shutil.rmtree(folder / ".git")
+    for name, value in {"HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull,
+                        "EMAIL": ""}.items():
+        monkeypatch.setenv(name, value)
+    git(folder, "init", "-q")
+    git(folder, "config", "user.useConfigOnly", "true")
+    assert cli.main([*START]) == 0
+    edit(folder, LEVEL=0.9)
+    assert cli.main(["run", "-d", "better"]) == 0
+    assert git(folder, "rev-list", "--count", "HEAD") == "2"
+    bundle = folder.parent / "research.bundle"  # and everything can be brought home
+    git(folder, "bundle", "create", str(bundle), "--glob=refs/research/*", "refs/heads/research/night")
+    home = folder.parent / "home"
+    home.mkdir()
+    git(home, "init", "-q")
+    git(home, "fetch", "-q", str(bundle), "refs/*:refs/night/*")
+    assert git(home, "for-each-ref", "--format=%(refname)").splitlines() == [
+        "refs/night/heads/research/night", "refs/night/research/night/0000", "refs/night/research/night/0001"]
+
+
+# -- run: every status -------------------------------------------------------------------------------------------------
+
+def test_a_true_gain_is_kept(session, capsys):
+    edit(session, LEVEL=0.98)
+    status, row = run_json(capsys, "run", "-d", "level\t1.0 -> 0.98")
+    assert (status, row["status"], row["description"]) == (0, "keep", "level 1.0 -> 0.98")
+    assert row["gain"] == pytest.approx(0.02, abs=0.006) and row["seed"].count(",") >= 1
+    assert git(session, "rev-parse", "--short=7", "HEAD") == row["commit"]
+    assert_in_order(session)
+
+
+CASES = {"discard": {"LEVEL": 1.1}, "crash": {"BEHAVIOUR": "crash"}, "nan": {"BEHAVIOUR": "nan"},
+         "oversize": {"BEHAVIOUR": "oversize"}, "invalid": {"BEHAVIOUR": "slow"}, "timeout": {"BEHAVIOUR": "hang"}}
+
+
+@pytest.mark.parametrize("expected", CASES)
+def test_everything_else_goes_back(session, capsys, expected):
+    before = (session / "train_gpt.py").read_bytes()
+    edit(session, **CASES[expected])
+    tried = (session / "train_gpt.py").read_bytes()
+    status, row = run_json(capsys, "run", "-d", expected)
+    assert row["status"] == expected and status == (0 if expected == "discard" else 1) and row["reason"]
+    assert (session / "train_gpt.py").read_bytes() == before
+    loop = Loop(session)
+    assert loop.repo.source(loop.repo.tried()[1]) == tried
+    assert not list((session / ".research/runs/0001").glob("**/weights.bin"))
+    assert_in_order(session)
+    if expected == "crash":
+        assert "the candidate is broken" in loop.tail(1)
+
+
+def test_debris_of_a_candidate_stays_out_of_the_tree(session):
+    edit(session, BEHAVIOUR="debris", LEVEL=1.1)
+    cli.main(["run", "-d", "debris"])
+    assert not list(session.glob("junk.py"))
+    assert_in_order(session)
+
+
+def test_equal_and_smaller_is_kept(session, capsys):
+    edit(session, NOISE=0.0, LEVEL=0.95)
+    assert run_json(capsys, "run", "-d", "quiet and better")[1]["status"] == "keep"
+    script = session / "train_gpt.py"
+    shorter = script.read_text().replace("it prints what train_gpt.py prints, with a score", "with a score")
+    script.write_text(shorter)
+    _, row = run_json(capsys, "run", "-d", "less text")
+    assert row["status"] == "keep" and row["reason"].startswith("equal within noise and 36 bytes smaller")
+    script.write_text(shorter + "# longer\n")
+    assert run_json(capsys, "run", "-d", "more text")[1]["status"] == "discard"
+    assert script.read_text() == shorter
+    assert_in_order(session)
+
+
+def test_changes_of_metric_code_and_data_are_invalid(session, capsys, monkeypatch):
+    script = session / "train_gpt.py"
+    script.write_text(script.read_text().replace("return LEVEL", "return 0.5 * LEVEL"))
+    status, row = run_json(capsys, "run", "-d", "half the score")
+    assert (status, row["status"], row["reason"]) == (1, "invalid", "changes the metric: val_bpb")
+    edit(session, LEVEL=0.9)
+    (session / "helper.py").write_text("CHANGED = 1\n")
+    _, row = run_json(capsys, "run", "-d", "other code")
+    assert row["status"] == "invalid" and "helper.py" in row["reason"]
+    assert (session / "helper.py").read_text() == "CHANGED = 1\n"  # whoever changed it undoes it
+    git(session, "checkout", "helper.py")
+    (session / "data").mkdir()
+    (session / "data/tokenizer.model").write_text("other")
+    edit(session, LEVEL=0.91)
+    _, row = run_json(capsys, "run", "-d", "other tokenizer")
+    assert row["status"] == "invalid" and "tokenizer.model" in row["reason"]
+
+
+def test_run_refuses_what_was_tried_or_not_changed(session, capsys):
+    assert "is as it was kept last" in error_of(capsys, "run", "-d", "nothing")
+    edit(session, LEVEL=1.1)
+    cli.main(["run", "-d", "worse"])
+    edit(session, LEVEL=1.1)
+    assert "was tried as experiment 1" in error_of(capsys, "run", "-d", "again")
+
+
+def test_edits_made_during_a_run_stay(session, monkeypatch):
+    edit(session, LEVEL=1.1)
+    original = Loop.measure
+
+    def measure(self, *arguments):
+        edit(session, LEVEL=1.2)
+        return original(self, *arguments)
+    monkeypatch.setattr(Loop, "measure", measure)
+    assert cli.main(["run", "-d", "worse"]) == 0
+    assert "LEVEL = 1.2" in (session / "train_gpt.py").read_text()
+    assert git(session, "status", "--porcelain", "--untracked-files=no") == "M train_gpt.py"
+
+
+def test_other_hardware_gets_its_own_baseline(session, capsys, monkeypatch):
+    monkeypatch.setattr("research.guard.hardware", lambda gpu: "2 x Other")
+    edit(session, LEVEL=1.1)
+    assert cli.main(["run", "-d", "elsewhere"]) == 0
+    rows = read_rows(session / "results.tsv")
+    assert [(row.description, row.hardware == "2 x Other") for row in rows] == [
+        ("baseline", False), ("baseline", True), ("elsewhere", True)]
+
+
+def test_data_folder_is_linked_into_the_runs(folder, capsys):
+    (folder / "data/datasets").mkdir(parents=True)
+    (folder / "data/datasets/fineweb_val_0.bin").write_bytes(b"tokens")
+    script = folder / "train_gpt.py"
+    reading = "    misbehave()\n    Path('data/datasets/fineweb_val_0.bin').read_bytes()\n"
+    script.write_text(script.read_text().replace("    misbehave()\n", reading))
+    commit(folder)
+    assert cli.main([*START]) == 0
+    state = json.loads((folder / ".research/state.json").read_text())
+    assert state["links"] == ["data"] and list(state["data"]) == ["data/datasets/fineweb_val_0.bin"]
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
+
+def test_one_loop_per_folder_and_two_side_by_side(session, capsys, monkeypatch):
+    monkeypatch.setattr("research.store.LOCK_SECONDS", 0.1)
+    with research_kills.locked(session):
+        assert "another loop works in" in error_of(capsys, "run", "-d", "x")
+    git(session, "worktree", "add", "-q", "../second", "HEAD")
+    second = session.parent / "second"
+    loops = []
+    for place, tag in ((session, None), (second, "other")):
+        if tag:
+            monkeypatch.chdir(place)
+            assert cli.main(["start", tag, *START[2:]]) == 0
+        auto = research_kills.command("auto", "--agent", f"{AGENT} gain=0.02", "--iterations", "3")
+        loops.append(subprocess.Popen(auto, cwd=place, env=research_kills.environment(), stdout=subprocess.DEVNULL))
+    assert [loop.wait(60) for loop in loops] == [0, 0]
+    for place in (session, second):
+        assert len(read_rows(place / "results.tsv")) == 4
+        assert git(place, "status", "--porcelain", "--untracked-files=no") == ""
+    assert_in_order(session)
+
+
+def test_agent_gets_protocol_history_and_failures(session, capsys):
+    assert cli.main(["auto", "--agent", f"{AGENT} behaviour=crash", "--iterations", "1"]) == 0
+    assert cli.main(["auto", "--agent", f"{AGENT} metric", "--iterations", "1"]) == 0
+    assert cli.main(["auto", "--agent", f"{AGENT} other gain=0.02", "--iterations", "1"]) == 0
+    assert [(row.status, row.description) for row in read_rows(session / "results.tsv")][1:] == [
+        ("crash", "behaviour crash"), ("invalid", "metric"), ("invalid", "other gain 0.02")]
+    prompts = [path.read_text() for path in sorted((session / ".research/runs/agent").glob("*/prompt.md"))]
+    assert "The protocol" in prompts[0] and "RuntimeError: the candidate is broken" in prompts[1]
+    assert "behaviour crash" in prompts[2] and "changes the metric: val_bpb" in prompts[2]
+    assert_in_order(session)
+
+
+def test_any_command_is_an_agent(session):
+    assert cli.main(["auto", "--agent", "sed -i 's/^LEVEL = 1.0/LEVEL = 0.9/' train_gpt.py", "--iterations", "1"]) == 0
+    row = read_rows(session / "results.tsv")[-1]
+    assert (row.status, row.description) == ("keep", "LEVEL = 0.9")
+
+
+def test_agent_that_fails_or_repeats_itself_ends_the_loop(session, capsys):
+    assert "5 calls in a row brought no proposal" in error_of(capsys, "auto", "--agent", "false")
+    assert "that of experiment 0" in error_of(capsys, "auto", "--agent", f"{AGENT} same")
+    assert len(read_rows(session / "results.tsv")) == 1
+
+
+@pytest.mark.parametrize("limit", [("--target", "0.97"), ("--plateau", "2"), ("--iterations", "2")])
+def test_limits(session, limit, capsys):
+    edits = "gain=0.05" if limit[0] == "--target" else "gain=-0.05"
+    assert cli.main(["auto", "--agent", f"{AGENT} {edits}", *limit]) == 0
+    assert len(read_rows(session / "results.tsv")) - 1 == (1 if limit[0] == "--target" else 2)
+
+
+def test_several_slots_keep_one_history(session, capsys):
+    assert cli.main(["auto", "--agent", f"{AGENT} gain=0.03", "--gpus", "0,1", "--iterations", "5"]) == 0
+    rows = read_rows(session / "results.tsv")
+    assert sum(row.status == "keep" for row in rows) >= 4 and len(rows) >= 6
+    assert {path.name for path in (session / ".research/work").iterdir()} == {"0", "1"}
+    assert_in_order(session)
+
+
+def test_a_gain_over_a_commit_that_is_no_longer_the_tip_is_tried_again_on_it(session):
+    loop, slot = Loop(session, lambda text: None), Slot("0")
+    base = loop.repo.tip()
+    source = loop.repo.source(base)
+    better = [source.replace(b"LEVEL = 1.0\n", b"LEVEL = 0.95\n"), source.replace(b"_LR = 0.02", b"_LR = 0.03"),
+              source.replace(b"LEVEL = 1.0\n", b"LEVEL = 0.94\n")]
+    rows = [loop.experiment(slot, base, text, f"idea {i}") for i, text in enumerate(better)]
+    assert [(row.status, row.description) for row in rows] == [
+        ("keep", "idea 0"), ("keep", "idea 1 (on a newer keep)"), ("discard", "idea 2")]
+    assert rows[2].reason.startswith("conflicts with a newer keep: gain +0.0")
+    assert "LEVEL = 0.95\n" in (text := (session / "train_gpt.py").read_text()) and "MATRIX_LR = 0.03" in text
+    assert [row.reason.split(":")[0] for row in loop.rows()][2] == "tried again on a newer keep"
+    assert_in_order(session)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_cleanly(session, number):
+    edit(session, SLEEP=30.0)
+    process = subprocess.Popen(research_kills.command("run", "-d", "long"), cwd=session, text=True,
+                               env=research_kills.environment(), stderr=subprocess.PIPE)
+    wait_until(lambda: trial.marked(str(session / ".research")))
+    process.send_signal(number)
+    assert process.wait(20) == 130 and "interrupted" in process.stderr.read()
+    assert read_rows(session / "results.tsv")[-1].reason == "interrupted"
+    assert_in_order(session)
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def test_ten_kills():
+    result = research_kills.campaign(kills=10, seed=7)
+    assert result["problems"] == [] and result["experiments"] > 0
+
+
+def test_a_worktree_whose_making_was_killed_is_made_again(session):
+    research_kills.shutil.rmtree(session / ".research/work/0")
+    (session / ".git/worktrees/0/locked").write_text("initializing")
+    (session / ".git/worktrees/0/index.lock").touch()
+    edit(session, LEVEL=1.1)
+    assert cli.main(["run", "-d", "worse"]) == 0
+    assert_in_order(session)
+
+
+def test_a_worktree_without_git_never_reaches_the_users_repository(session):
+    (session / ".research/work/0/.git").write_text("gitdir: /nowhere\n")
+    edit(session, LEVEL=1.1)
+    assert cli.main(["run", "-d", "worse"]) == 0
+    assert_in_order(session)
+
+
+def test_a_torn_last_line_is_not_a_row(session):
+    with (session / "results.tsv").open("a") as f:
+        f.write("abc1234\t0.9")
+    assert len(read_rows(session / "results.tsv")) == 1
+    append_line(session / "results.tsv", "\t".join(["abc1234", "0.900000", "1.0", "discard", "classic row"]))
+    assert [row.description for row in read_rows(session / "results.tsv")] == ["baseline", "classic row"]
+
+
+# -- history, report, promote ------------------------------------------------------------------------------------------
+
+def write_rows(folder, count):
+    rows = ["\t".join([f"{i:07x}", f"{1 - i / 1e5:.6f}", "1.0", "discard" if i % 5 else "keep", f"idea {i}", "300.0",
+                       "100", "15000000", "machine", "1337", "+0.000100", f"reason {i}"]) for i in range(count)]
+    if count > 2:
+        rows[2] = "\t".join(["0000002", "0.000000", "0.0", "crash", "broken"])
+    (folder / "results.tsv").write_text("\n".join(["\t".join(COLUMNS), *rows]) + "\n")
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_report_and_history_of_any_length(session, capsys, count):
+    write_rows(session, count)
+    status, report = run_json(capsys, "report")
+    assert status == 0 and report["experiments"] == count
+    assert (session / "progress.png").exists() == (count > 0)
+    status, rows = run_json(capsys, "history")
+    assert len(rows) == count
+    if count == 1000:
+        assert report["counts"]["keep"] == 200 and report["counts"]["crash"] == 1 and report["keep_rate"] == 200 / 999
+        assert report["best_bpb"] == pytest.approx(1 - 995 / 1e5) and report["since_last_keep"] == 4
+        assert not report["plateau"] and len(report["top"]) == 10
+        assert len(run_json(capsys, "history", "--status", "crash")[1]) == 1
+        assert len(run_json(capsys, "history", "--search", "IDEA 77", "--last", "3")[1]) == 3
+    assert cli.main(["report"]) == 0 and cli.main(["history"]) == 0
+
+
+def test_report_measures_the_gain_again(session, capsys):
+    edit(session, LEVEL=0.9)
+    cli.main(["run", "-d", "better"])
+    capsys.readouterr()
+    _, report = run_json(capsys, "report")
+    assert report["gain_by_all_runs"] == pytest.approx(0.1, abs=0.01) and 0 < report["noise_bpb"] < 0.02
+
+
+def test_promote_makes_a_checked_record_folder(session, capsys, tmp_path):
+    script = (session / "train_gpt.py").read_text()
+    for seed, loss in ((1337, 2.5261), (1338, 2.5275)):
+        logs = session / f".research/runs/0000/{seed}/logs"
+        logs.mkdir()
+        (logs / "run.txt").write_text(gh.log_text(seed, loss, script))
+    options = ("non_record", "Found", "--author", "A", "--github-id", "a", "--blurb", "Found by the loop.")
+    cli.main(["promote", *options, "--seeds", "2", "--records", str(tmp_path / "records")])
+    (folder,) = (tmp_path / "records").glob("track_*/*_Found")
+    assert (folder / "train_gpt.py").read_text() == script and "made " in capsys.readouterr().out
+    assert "wrote no OUTPUT_DIR/logs" in error_of(capsys, "promote", *options)
