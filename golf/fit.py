@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Matrix:
     compressed: int = 0
     options: list[Option] = field(default_factory=list)
 
-    @property
+    @cached_property
     def rms(self) -> float:
         return float(self.weight.square().mean().sqrt())
 
