@@ -22,6 +22,12 @@ SCHEMA = json.loads(Path(__file__).with_name("submission.schema.json").read_text
 VAL_BYTES = 151_080_000  # UTF-8 bytes of the first 50,000 documents, less a tail shorter than one context
 NUMBER = re.compile(r"(?<![\w.,/-])(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?!\w|\.\d)")
 
+Verdict = str | bool | None  # what is wrong with one log; anything false means nothing
+
+def per_log(judge: Callable[[Record, Log], Verdict]) -> Callable[[Record], Iterator[str]]:
+    """A finder that asks about one log at a time and names it."""
+    return lambda record: (f"{log.path.name}: {found}" for log in record.logs if (found := judge(record, log)))
+
 # -- files and names ---------------------------------------------------------------------------------------------------
 
 def files(record: Record) -> Iterator[str]:
@@ -61,14 +67,13 @@ def variants(record: Record) -> Iterator[str]:
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
-def size(record: Record) -> Iterator[str]:
+def size(record: Record, log: Log) -> Verdict:
     code, extra = record.script_bytes, sum(record.helpers.values())
-    for log in record.logs:
-        if log.model_bytes is None:
-            yield f"{log.path.name} states no model size in a line 'Serialized model int6+brotli: N bytes'"
-        elif (total := code + extra + log.model_bytes) > SIZE_CAP_BYTES:
-            yield (f"{log.path.name}: {code:,} script + {extra:,} other files + {log.model_bytes:,} model = {total:,}, "
-                   f"{total - SIZE_CAP_BYTES:,} over")
+    total = code + extra + (log.model_bytes or 0)
+    if log.model_bytes is None:
+        return "no model size in a line 'Serialized model int6+brotli: N bytes'"
+    parts = f"{code:,} script + {extra:,} other files + {log.model_bytes:,} model"
+    return total > SIZE_CAP_BYTES and f"{parts} = {total:,}, {total - SIZE_CAP_BYTES:,} over"
 
 def code_bytes(record: Record) -> Iterator[str]:
     claims = [(log.path.name, log.code_bytes) for log in record.logs]
@@ -76,11 +81,9 @@ def code_bytes(record: Record) -> Iterator[str]:
         if record.script_bytes and claim not in (None, record.script_bytes, record.code_bytes):
             yield f"{place}: {claim}, train_gpt.py has {record.script_bytes:,} bytes"
 
-def uncounted(record: Record) -> Iterator[str]:
-    for log in record.logs if record.helpers else ():
-        if log.code_bytes not in (None, record.code_bytes):
-            listed = ", ".join(f"{name} ({size:,} bytes)" for name, size in record.helpers.items())
-            yield f"{log.path.name} counts {log.code_bytes:,} bytes without {listed}"
+def uncounted(record: Record, log: Log) -> Verdict:
+    listed = ", ".join(f"{name} ({size:,} bytes)" for name, size in record.helpers.items())
+    return listed and log.code_bytes not in (None, record.code_bytes) and f"{log.code_bytes:,} bytes without {listed}"
 
 def bytes_total(record: Record) -> Iterator[str]:
     claim = record.submission.get("bytes_total")
@@ -98,33 +101,24 @@ def model_file(record: Record) -> Iterator[str]:
 
 # -- runs: finished, in time, honest about seeds -----------------------------------------------------------------------
 
-def finished(record: Record) -> Iterator[str]:
-    for log in record.logs:
-        if not is_scored(log):
-            yield f"{log.path.name} has no final score"
-        elif log.valid is False:
-            yield f"{log.path.name}: valid: {log.summary['valid']}"
+def unfinished(_record: Record, log: Log) -> Verdict:
+    if not is_scored(log):
+        return "no final score"
+    return log.valid is False and f"valid: {log.summary['valid']}"
 
-def source(record: Record) -> Iterator[str]:
-    shipped = record.source.replace("\r\n", "\n").split("\n")
-    for log in record.logs if record.script_bytes else ():
-        logged = log.source.replace("\r\n", "\n").split("\n") if log.source is not None else shipped
-        if logged != shipped:
-            same = next((n for n, (a, b) in enumerate(zip(logged, shipped)) if a != b), min(len(logged), len(shipped)))
-            yield f"{log.path.name}: differs from train_gpt.py at line {same + 1}"
+def other_source(record: Record, log: Log) -> Verdict:
+    shipped, logged = (text.replace("\r\n", "\n").split("\n") for text in (record.source, log.source or ""))
+    if log.source is None or not record.script_bytes or logged == shipped:
+        return None
+    same = next((n for n, (a, b) in enumerate(zip(logged, shipped)) if a != b), min(len(logged), len(shipped)))
+    return f"differs from train_gpt.py at line {same + 1}"
 
-def train_time(record: Record) -> Iterator[str]:
+def over_time(_record: Record, log: Log) -> Verdict:
     """The step during which the cap passes may end, as in the published loop; Hessians may not."""
-    for log in record.logs:
-        seconds = max(log.train_seconds or 0.0, log.last_read_seconds or 0.0)
-        step = (log.train_seconds or 0.0) / (log.steps_done or 1) if not log.hessian_seconds else 0.0
-        if seconds > records.TRAIN_CAP_SECONDS + step:
-            yield f"{log.path.name}: {seconds:.1f} s, of them Hessians {log.hessian_seconds or 0:.1f} s"
-
-def eval_time(record: Record) -> Iterator[str]:
-    for log in record.logs:
-        if (log.eval_seconds or 0.0) > records.EVAL_CAP_SECONDS:
-            yield f"{log.path.name}: {log.eval_seconds:.1f} s"
+    seconds = max(log.train_seconds or 0.0, log.last_read_seconds or 0.0)
+    step = (log.train_seconds or 0.0) / (log.steps_done or 1) if not log.hessian_seconds else 0.0
+    return (seconds > records.TRAIN_CAP_SECONDS + step
+            and f"{seconds:.1f} s, of them Hessians {log.hessian_seconds or 0:.1f} s")
 
 def seeds(record: Record) -> Iterator[str]:
     logged, claimed = [log.seed for log in record.logs if log.seed is not None], record.seeds
@@ -151,18 +145,16 @@ def machines(record: Record) -> Iterator[str]:
     if len(kinds) > 1:
         yield "; ".join(sorted(map(str, kinds)))
 
-def hardware(record: Record) -> Iterator[str]:
-    for log in record.logs if record.track == "10min_16mb" else ():
-        if log.world_size not in (None, 8) or (log.hardware and "H100" not in log.hardware):
-            yield f"{log.path.name}: {log.world_size} ranks, {log.hardware}"
+def other_hardware(record: Record, log: Log) -> Verdict:
+    wrong = log.world_size not in (None, 8) or (log.hardware and "H100" not in log.hardware)
+    return record.track == "10min_16mb" and wrong and f"{log.world_size} ranks, {log.hardware}"
 
-def validation(record: Record) -> Iterator[str]:
-    for log in record.scored:
-        loss, bpb, _ = final(log)
-        found = log.val_tokens and log.val_tokens * loss / (math.log(2) * bpb)
-        if found and abs(found / VAL_BYTES - 1) > 0.002:
-            yield (f"{log.path.name}: loss, bpb and {log.val_tokens:,} tokens mean {found:,.0f} bytes, the split has "
-                   f"{VAL_BYTES:,}")
+def other_validation(_record: Record, log: Log) -> Verdict:
+    if not log.val_tokens or not is_scored(log):
+        return None
+    found = log.val_tokens * final(log)[0] / (math.log(2) * final(log)[1])
+    return (abs(found / VAL_BYTES - 1) > 0.002
+            and f"loss, bpb and {log.val_tokens:,} tokens mean {found:,.0f} bytes, the split has {VAL_BYTES:,}")
 
 # -- claims against logs -----------------------------------------------------------------------------------------------
 
@@ -302,11 +294,6 @@ def home_paths(record: Record) -> Iterator[str]:
         if match := HOME.search(record.text(name) or ""):
             yield f"{name}: {match[0]}"
 
-def home_paths_logged(record: Record) -> Iterator[str]:
-    for log in record.logs:
-        if match := next(filter(None, map(HOME.search, log.settings.values())), None):
-            yield f"{log.path.name}: {match[0]}"
-
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 class Rule(NamedTuple):
@@ -336,26 +323,27 @@ RULES = [Rule(*row) for row in (
     ("variants", "note", "submission.json uses the names and shapes that `golf new` writes",
      "nothing to do: variants are understood, unknown fields kept and not checked", variants),
     ("size", "error", f"script + every file that it uses + model <= {SIZE_CAP_BYTES:,} bytes, counted from what ships",
-     "`golf pack` the script or `golf fit` the model", size),
+     "`golf pack` the script or `golf fit` the model", per_log(size)),
     ("code-bytes", "error", "the code size that logs and submission.json count is the shipped file's",
      "ship the script that trained, as it was counted; if it was packed, ship the packed file", code_bytes),
     ("helpers", "error", "every file that the script imports or opens is counted as code",
-     "move the code into train_gpt.py", uncounted),
+     "move the code into train_gpt.py", per_log(uncounted)),
     ("bytes-total", "error", "bytes_total is the largest, the mean or one seed's shipped total", "write the largest",
      bytes_total),
     ("model-file", "error", "a model file in the folder is one that a log describes", "ship the model of a logged run",
      model_file),
     ("finished", "error", "every log ends with a finite final score, and none says that its run does not count",
-     "ship complete runs only; let the run finish, or run again", finished),
+     "ship complete runs only; let the run finish, or run again", per_log(unfinished)),
     ("source", "error", "the script inside each log is train_gpt.py, byte for byte", "ship the script that the log "
-     "holds", source),
+     "holds", per_log(other_source)),
     ("source-logged", "warning", "each log holds the script that ran", "ship logs/<run>.txt, not the console's output",
-     lambda r: [f"{log.path.name} holds no script" for log in r.logs if log.source is None]),
+     per_log(lambda _, log: log.source is None and "no script in it")),
     ("train-time", "record",
      f"training with Hessians, and reading training data, ends within {records.TRAIN_CAP_SECONDS} s",
-     "raise GPTQ_RESERVE_SECONDS or lower MAX_WALLCLOCK_SECONDS", train_time),
+     "raise GPTQ_RESERVE_SECONDS or lower MAX_WALLCLOCK_SECONDS", per_log(over_time)),
     ("eval-time", "record", f"evaluation takes at most {records.EVAL_CAP_SECONDS} s",
-     "raise EVAL_STRIDE or evaluate less", eval_time),
+     "raise EVAL_STRIDE or evaluate less",
+     per_log(lambda _, log: (log.eval_seconds or 0) > records.EVAL_CAP_SECONDS and f"{log.eval_seconds:.1f} s")),
     ("seeds", "error", "seeds are distinct, named rightly, and the same in logs and submission.json: none is left out",
      "ship one train_seed<seed>.log for every seed that was run, and report them all", seeds),
     ("seed-count", "warning", f"a record shows at least {records.RECORD_SEEDS} seeds",
@@ -364,9 +352,10 @@ RULES = [Rule(*row) for row in (
     ("settings", "error", "all seeds ran with the same settings", "ship seeds of one recipe", same_settings),
     ("machines", "warning", "all seeds ran on one kind of machine with one PyTorch",
      "say in the README which seed ran where", machines),
-    ("hardware", "record", "a record ran on 8 x H100", "submit to the track non_record_16mb", hardware),
+    ("hardware", "record", "a record ran on 8 x H100", "submit to the track non_record_16mb",
+     per_log(other_hardware)),
     ("validation", "record", "the score covers the whole validation split, with the right number of bytes",
-     "score the whole split, or say in the README what was scored", validation),
+     "score the whole split, or say in the README what was scored", per_log(other_validation)),
     ("numbers", "error", "submission.json's scores are the means over all logs; a seed's numbers are its log's",
      "write what the logs say", numbers),
     ("spread", "error", "val_bpb_std is the standard deviation over all logs", "write the sample deviation", spread),
@@ -392,7 +381,8 @@ RULES = [Rule(*row) for row in (
      not_ascii),
     ("home-paths", "error", "no path of somebody's home in what ships", "use a relative path or a setting", home_paths),
     ("home-paths-logged", "warning", "no path of somebody's home in the logged settings",
-     "run with relative paths; do not edit a log", home_paths_logged))]
+     "run with relative paths; do not edit a log",
+     per_log(lambda _, log: ", ".join(sorted(set(HOME.findall("\n".join(log.settings.values()))))))))]
 
 # -- command -----------------------------------------------------------------------------------------------------------
 

@@ -43,20 +43,18 @@ def differences(a: list[Log], b: list[Log]) -> list[str]:
             found.append(f"{name}: {', '.join(map(str, sorted(left)))} against {', '.join(map(str, sorted(right)))}")
     return found
 
-def stage_means(logs: list[Log], stage: str | None) -> tuple[float, float] | None:
-    """Mean val_loss in nats and val_bpb of the runs that have this stage; None means the official score."""
+def stage_means(logs: list[Log], stage: str | None) -> list[float]:
+    """Mean val_loss in nats and val_bpb of the runs with this stage (None: the official score), or nothing."""
     scores = [final(log) if stage is None else log.evaluations.get(stage) for log in logs]
-    columns = list(zip(*(score[:2] for score in scores if score is not None)))
-    return (mean_std(columns[0])[0], mean_std(columns[1])[0]) if columns else None
+    return [mean_std(column)[0] for column in zip(*(score[:2] for score in scores if score is not None))]
 
 def compare(a: list[Log], b: list[Log], margin: float, alpha: float) -> dict[str, Any]:
     stages = {}
     for name, stage in STAGES.items():
         left, right = stage_means(a, stage), stage_means(b, stage)
-        if left and right:
-            stages[name] = {key: value for place, unit in enumerate(("nats", "bpb")) for key, value in (
-                (f"a_{unit}", left[place]), (f"b_{unit}", right[place]),
-                (f"difference_{unit}", left[place] - right[place]))}
+        for unit, ours, theirs in zip(("nats", "bpb"), left, right):
+            stages.setdefault(name, {}).update(
+                {f"a_{unit}": ours, f"b_{unit}": theirs, f"difference_{unit}": ours - theirs})
     p, p_any_gain = (welch([final(log)[0] for log in a], [final(log)[0] for log in b], m) for m in (margin, 0.0))
     return {"a": runs(a), "b": runs(b), "stages": stages, "margin_nats": margin, "alpha": alpha,
             "p": p, "p_any_gain": p_any_gain, "beats": p is not None and p < alpha}

@@ -63,10 +63,11 @@ def check_software() -> Iterator[Finding]:
     yield judged("free disk", f"{free / 1e9:.1f} GB here", free > FREE_BYTES,
                  f"free {FREE_BYTES / 1e9:.0f} GB, or work in another folder", "fail")
     for name in ("numpy", "sentencepiece", "brotli", "tqdm", "torch"):
+        label = name.replace("torch", "PyTorch")
         try:
-            yield Finding(name, getattr(importlib.import_module(name), "__version__", "there"))
+            yield Finding(label, getattr(importlib.import_module(name), "__version__", "there"))
         except ImportError as error:
-            yield Finding(name, str(error), "fail", f"pip install {name}")
+            yield Finding(label, str(error), "fail", f"pip install {name}")
 
 def check_gpu() -> Iterator[Finding]:
     """Driver, GPUs and NCCL."""
@@ -155,7 +156,7 @@ def read_mb_s(paths: list[Path], seconds: float) -> float:
 
 def run_doctor(args: argparse.Namespace) -> int:
     findings = list(check_software())
-    if all(f.verdict != "fail" for f in findings if f.check in ("numpy", "torch")):
+    if all(f.verdict != "fail" for f in findings if f.check in ("numpy", "PyTorch")):
         hp = data_settings(args)
         findings += [*check_gpu(), check_attention(hp), *check_data(hp)]
         findings += check_speed(args.seconds, hp) if args.seconds > 0 else []

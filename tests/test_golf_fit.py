@@ -103,6 +103,18 @@ def test_line_over_rms_is_found(checkpoint):
         assert predicted == pytest.approx(len(model.pack(coded)), rel=0.05)
 
 
+def test_weight_decay_moves_the_size_of_codes_that_no_row_search_made(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    torch.save({"blocks.0.mlp.fc.weight": torch.randn(256, 300, generator=generator) * 0.1}, tmp_path / "a.pt")
+    plain = fit.load_model(tmp_path / "a.pt", None, None, "lzma", 1)
+    noisy = {m.name: (m.codes + torch.randint(-3, 4, m.codes.shape, generator=generator), m.scale) for m in plain.int6}
+    (tmp_path / "a.ptz").write_bytes(plain.pack(noisy))
+    model = fit.load_model(tmp_path / "a.ptz", tmp_path / "a.pt", None, "lzma", 1)
+    sizes = {row["change"]: row["bytes"] for row in fit.predictions(model, 0.1)}
+    assert plain.total < sizes["as it is"] == model.total < sizes["weight decay 0.085 instead of 0.1"]
+    assert sizes["weight decay 0.12 instead of 0.1"] < sizes["as it is"]
+
+
 def test_fitted_artifact_is_scored_by_the_script(checkpoint, tmp_path):
     present = len(fit.load_model(checkpoint, None, None, "lzma", 2).pack({}))
     target, out = int(0.85 * present) + 1000, tmp_path / "fitted.ptz"

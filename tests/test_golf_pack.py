@@ -100,8 +100,9 @@ def test_names_and_hints_that_are_read_from_outside_survive():
         '@custom_op("a::b")\ndef operator(value: Tensor) -> Tensor:\n    "doc"\n    return value\n'
         'def plain(given: Any) -> Any:\n    local_name = given\n    return local_name + get_args(local_name)\n'
         'def keyword(value: Any) -> Any:\n    return plain(value)\n'
-        'print(keyword(value=1))\n')
-    for part in ("width:Literal[1,2]=1", "value:Tensor", "->Tensor", "def keyword(value)",
+        'print(keyword(value=1))\n'
+        'def spread(width_of_all): return width_of_all\nprint(spread(**{"width_of_all": 1}))\n')
+    for part in ("width:Literal[1,2]=1", "value:Tensor", "->Tensor", "def keyword(value)", "def spread(width_of_all)",
                  "from somewhere import effect", "from __future__ import annotations"):
         assert part in small
     for part in (":Any", "Doc", "doc", "local_name", "given"):
