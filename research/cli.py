@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from golf.console import add_command, print_json, print_table
+
 from research import guard, report
 from research.decide import Rule
 from research.loop import Loop, Slot

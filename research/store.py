@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from golf.console import write_file
+
 from research.decide import Rule
 from research.trial import Limits
 
