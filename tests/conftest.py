@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 sys.path.insert(0, str(ROOT))
 
+os.environ["TRITON_INTERPRET"] = "1"  # for tests/test_kernels.py; Triton looks at it when it is first imported
+
 import train_gpt as tg  # noqa: E402
 
 TINY = {

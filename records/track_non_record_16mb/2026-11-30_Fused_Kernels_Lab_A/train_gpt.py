@@ -1,0 +1,2284 @@
+"""The 16 MB language-model challenge in one file: train, quantise, write, re-read, score.
+
+    torchrun --standalone --nproc_per_node=8 train_gpt.py     # the real run: 8 GPUs, ten minutes
+    python train_gpt.py                                       # one process: GPU if there is one, else CPU
+    EVAL_ONLY=final_model.int6.ptz python train_gpt.py        # score an artifact that exists
+    python train_gpt.py --help                                # every setting, its default and meaning
+
+Settings are environment variables. This file plus the compressed weights must fit in 16,000,000 bytes.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import functools
+import hashlib
+import io
+import json
+import lzma
+import math
+import operator
+import os
+import platform
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+import uuid
+import zipfile
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+# ---- Errors and limits -----------------------------------------------------------------------------------------------
+
+SIZE_CAP_BYTES = 16_000_000  # decimal megabytes, code plus compressed weights
+EVAL_CAP_SECONDS = 600
+
+class RunError(Exception):
+    """A failure with one clear message and an exit code of its own; no traceback is printed."""
+    exit_code = 1
+class SetupError(RunError, ValueError):
+    exit_code = 2
+class DivergedError(RunError):
+    exit_code = 3
+class OversizeError(RunError):
+    exit_code = 4
+class ClockError(RunError):
+    exit_code = 5
+class ArtifactError(RunError, ValueError):
+    exit_code = 6
+
+EXIT_CODES = """Exit codes: 0 fine, 1 unexpected error, 2 settings, data or machine, 3 loss not finite, 4 over the size
+cap, 5 training data read after the cap, 6 artifact unreadable, 130 interrupted. (torchrun exits 1 and lists them.)"""
+
+
+# ---- Settings --------------------------------------------------------------------------------------------------------
+
+def setting(default: Any, meaning: str, **bounds: float) -> Any:
+    """A field with its help text and bounds: least (allowed itself), above and below (not allowed themselves), most."""
+    return field(default=default, metadata={"help": meaning, "bounds": bounds})
+
+IGNORED_SETTINGS = ("ROPE_TRAIN_SEQ_LEN", "MUON_BETA2")  # in published run commands, where they have no effect either
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Every setting of a run, read from the environment (upper-case names) by `from_env`."""
+    # data and output
+    data_dir: str = setting("./data/", "folder with datasets/ and tokenizers/; its spelling decides the data order")
+    vocab_size: int = setting(4096, "tokenizer size; names the dataset folder fineweb10B_sp{V}", above=0, most=65536)
+    transform: Literal["", "caseops"] = setting("", "text transform of the data set: caseops, or empty")
+    run_id: str = setting("", "name of the log files (empty: a random one)")
+    output_dir: str = setting(".", "where logs/, final_model.pt and final_model.int6.ptz are written")
+    eval_only: str = setting("", "path of an artifact to score instead of training")
+    seed: int = setting(1337, "decides the initial weights only, never the data order", least=0, most=2**63 - 1)
+    # machine
+    device: Literal["auto", "cuda", "mps", "cpu"] = setting("auto", "auto: cuda, else mps, else cpu")
+    precision: Literal["auto", "bf16", "fp32"] = setting("auto", "activations; auto: bf16 on GPUs that have it")
+    attention: Literal["auto", "fa3", "cudnn", "flash", "math"] = setting("auto", "attention kernel; a name forces it")
+    kernels: Literal["auto", "0", "1"] = setting("auto", "fused Triton kernels; auto: on Hopper GPUs in bf16; 0: plain")
+    compile: Literal["auto", "0", "1"] = setting("auto", "torch.compile; auto: on with CUDA and Triton")
+    # length of the run
+    iterations: int = setting(20000, "steps at most", above=0)
+    max_wallclock_seconds: float = setting(600.0, "cap on training plus Hessian seconds (0 or less: none)")
+    warmup_steps: int = setting(20, "steps before the clock starts, whose effect is undone", least=0)
+    warmdown_frac: float = setting(0.667, "last share of the run in which the rate falls linearly", most=1)
+    min_lr: float = setting(0.0, "floor of the rate as a factor of the base rate", least=0)
+    # batches
+    train_batch_tokens: int = setting(786_432, "tokens of one optimizer step over all ranks", above=0)
+    micro_batch_tokens: int = setting(0, "tokens of one rank's forward (0: a step in max(1, 8 / ranks) parts)", least=0)
+    train_seq_len: int = setting(2048, "training context", above=0)
+    eval_seq_len: int = setting(2048, "evaluation context", above=0)
+    val_batch_tokens: int = setting(524_288, "tokens of one validation batch over all ranks and parts", above=0)
+    # evaluation and logs
+    train_log_every: int = setting(500, "steps between log lines (0: never)", least=0)
+    val_loss_every: int = setting(4000, "steps between validations (0: only at the end)", least=0)
+    sliding_window_enabled: bool = setting(True, "score the artifact with overlapping windows: the official number")
+    eval_stride: int = setting(64, "positions between sliding windows", above=0)
+    # model
+    num_layers: int = setting(11, "blocks; the first half feeds skips to the second", above=0)
+    model_dim: int = setting(512, "width", above=0)
+    embedding_dim: int = setting(512, "width of the token table", above=0)
+    num_heads: int = setting(8, "query heads", above=0)
+    num_kv_heads: int = setting(4, "key and value heads", above=0)
+    mlp_mult: float = setting(4.0, "MLP width over model width", above=0)
+    xsa_last_n: int = setting(11, "last blocks whose attention output drops its part along the own value", least=0)
+    skip_gates_enabled: bool = setting(True, "learned gates on the skips")
+    tie_embeddings: bool = setting(True, "output head = token table")
+    logit_softcap: float = setting(30.0, "logits are cap * tanh(z / cap)", above=0)
+    rope_base: float = setting(10000.0, "rotary base at the training length", above=0)
+    rope_dims: int = setting(16, "rotated dimensions of a head (0: all)", least=0)
+    ln_scale: bool = setting(True, "scale normed inputs of block l by 1 / sqrt(l + 1)")
+    ve_enabled: bool = setting(True, "shared value embedding")
+    ve_dim: int = setting(128, "width of the value embedding", above=0)
+    ve_layers: str = setting("9,10", "blocks that add the value embedding")
+    qk_gain_init: float = setting(4.0, "initial gain on normed queries")
+    tied_embed_init_std: float = setting(0.005, "initial deviation of the tied token table", above=0)
+    # optimizers
+    embed_lr: float = setting(0.6, "rate of the tables, untied", least=0, most=1e30)
+    head_lr: float = setting(0.008, "rate of the output head, untied", least=0, most=1e30)
+    tied_embed_lr: float = setting(0.03, "rate of the tables, tied", least=0, most=1e30)
+    matrix_lr: float = setting(0.02, "Muon's rate", least=0, most=1e30)
+    scalar_lr: float = setting(0.02, "rate of gains, gates and scales", least=0, most=1e30)
+    muon_momentum: float = setting(0.99, "Muon's momentum after its warm-up", least=0, below=1)
+    muon_backend_steps: int = setting(5, "Newton-Schulz iterations", above=0)
+    muon_momentum_warmup_start: float = setting(0.92, "Muon's momentum at step 0", least=0, below=1)
+    muon_momentum_warmup_steps: int = setting(1500, "steps until Muon's full momentum", least=0)
+    beta1: float = setting(0.9, "AdamW", least=0, below=1)
+    beta2: float = setting(0.95, "AdamW", least=0, below=1)
+    adam_eps: float = setting(1e-8, "AdamW", above=0)
+    grad_clip_norm: float = setting(0.3, "largest 2-norm of the whole gradient (0: no clipping)", least=0)
+    adam_wd: float = setting(0.02, "decay of gains, gates and scales", least=0)
+    muon_wd: float = setting(0.085, "decay of Muon's matrices: the dial of the artifact's size", least=0)
+    embed_wd: float = setting(0.085, "decay of the tables", least=0)
+    ema_decay: float = setting(0.997, "average of the weights that is quantised", least=0, below=1)
+    # quantisation and artifact
+    compressor: Literal["brotli", "lzma"] = setting("brotli", "brotli quality 11 or lzma preset 6")
+    gptq_enabled: bool = setting(True, "GPTQ with Hessians from training data; else row search")
+    gptq_calibration_batches: int = setting(64, "micro-batches for the Hessians", above=0)
+    gptq_reserve_seconds: float = setting(10.0, "part of the cap kept for the Hessians", least=0)
+    target_total_bytes: int = setting(15_990_000, "code plus artifact over it is quantised coarser (0: off)", least=0)
+    control_tensor_name_patterns: str = setting(
+        "attn_scale,mlp_scale,resid_mix,q_gain,skip_weight,skip_gates,ve_layer_scales,ve_shared.scale",
+        "parameters that stay fp32 and out of Muon and int8, by part of name")
+
+    # derived
+    head_dim = property(lambda self: self.model_dim // self.num_heads)
+    ve_layer_list = property(lambda self: [int(n) for n in re.findall(r"\d+", self.ve_layers) if self.ve_enabled])
+    control_patterns = property(lambda self: tuple(re.findall(r"[^,\s]+", self.control_tensor_name_patterns)))
+    variant = property(lambda self: self.transform and f"_{self.transform}")
+    dataset_dir = property(lambda self: Path(self.data_dir, f"datasets/fineweb10B_sp{self.vocab_size}{self.variant}"))
+    tokenizer_path = property(
+        lambda self: Path(self.data_dir, f"tokenizers/fineweb_{self.vocab_size}_bpe{self.variant}.model"))
+    train_cap_seconds = property(  # so that the Hessians still fit; 0: no cap
+        lambda self: max(0.0, self.max_wallclock_seconds - self.gptq_reserve_seconds * self.gptq_enabled))
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Hyperparameters:
+        """Settings from environment variables. Raises SetupError with all problems."""
+        hints, values, problems = get_type_hints(cls), {}, []
+        for item in fields(cls):
+            try:
+                if (raw := environ.get(item.name.upper())) is not None:
+                    values[item.name] = parse_setting(raw, hints[item.name], item.metadata["bounds"])
+            except ValueError as error:
+                problems.append(f"{item.name.upper()}={raw!r} {error}")
+        hp = cls(**values)
+        problems = misspelt_settings(environ) + (problems or conflicts(hp))  # conflicts need sane values
+        if problems:
+            raise SetupError("settings:\n" + "\n".join(f"  - {p}" for p in problems))
+        return hp
+
+BOUNDS = {"least": (operator.ge, "at least"), "most": (operator.le, "at most"),
+          "above": (operator.gt, "greater than"), "below": (operator.lt, "below")}
+
+def parse_setting(raw: str, kind: Any, bounds: Mapping[str, float]) -> Any:
+    """One environment value as bool (0 or 1), int, float, str or one of a Literal's choices. Raises ValueError."""
+    if choices := ("0", "1") if kind is bool else get_args(kind):
+        if raw not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return raw == "1" if kind is bool else raw
+    try:
+        value = kind(raw)
+        if kind is float and not math.isfinite(value):
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"must be a {'whole' if kind is int else 'finite'} number") from None
+    for bound, limit in bounds.items():
+        holds, words = BOUNDS[bound]
+        if not holds(value, limit):
+            raise ValueError(f"must be {words} {limit}")
+    return value
+
+def format_setting(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+def misspelt_settings(environ: Mapping[str, str]) -> list[str]:
+    """Variables that are no setting but look like one: a typing error would otherwise train the wrong model."""
+    known = [*(item.name.upper() for item in fields(Hyperparameters)), *IGNORED_SETTINGS]
+    return [f"{name} is no setting; did you mean {near[0]}? (rename or unset it)" for name in sorted(environ)
+            if name not in known and (near := difflib.get_close_matches(name.upper(), known, 1, 0.87))]
+
+def conflicts(hp: Hyperparameters) -> list[str]:
+    """Every broken rule between settings, as a message with values, rule and remedy."""
+    layers, rotated = hp.ve_layer_list, hp.rope_dims or hp.head_dim
+    fits = [n for n in range(1, hp.model_dim + 1) if hp.model_dim % (2 * n) == 0]
+    rules = [
+        ("NUM_HEADS", hp.num_heads in fits, f"must cut MODEL_DIM={hp.model_dim} into heads of even size: {fits}"),
+        ("NUM_KV_HEADS", hp.num_heads % hp.num_kv_heads == 0, f"must divide NUM_HEADS={hp.num_heads}"),
+        ("ROPE_DIMS", rotated % 2 == 0 and 4 <= rotated <= hp.head_dim,
+         f"must be 0 or an even number from 4 to the head size {hp.head_dim}"),
+        ("MLP_MULT", hp.mlp_mult * hp.model_dim >= 1, f"times MODEL_DIM={hp.model_dim} must be at least 1"),
+        ("XSA_LAST_N", hp.xsa_last_n <= hp.num_layers, f"must be at most NUM_LAYERS={hp.num_layers}"),
+        ("VE_LAYERS", re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*|", hp.ve_layers) and len({*layers}) == len(layers)
+         and max(layers, default=0) < hp.num_layers, f"must be different numbers below NUM_LAYERS={hp.num_layers}"),
+        ("EVAL_STRIDE", hp.eval_stride <= hp.eval_seq_len, f"must be at most EVAL_SEQ_LEN={hp.eval_seq_len}"),
+        ("MAX_WALLCLOCK_SECONDS", hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0,
+         f"must be over GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds}, or 0 for no cap"),
+        ("RUN_ID", re.fullmatch(r"[\w.@+-]*", hp.run_id), "names files: use letters, digits and . _ @ + - only")]
+    return [f"{name}={getattr(hp, name.lower())!r} {rule}" for name, holds, rule in rules if not holds]
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one global batch is cut: `grad_accum_steps` forwards of `micro_sequences` on each rank."""
+    grad_accum_steps: int
+    micro_sequences: int
+    draw_windows: int  # windows of one loader draw, over all ranks
+    eval_sequences: int  # sequences of one evaluation forward
+
+def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
+    """Cuts TRAIN_BATCH_TOKENS over ranks and accumulation. Raises SetupError naming sizes that divide."""
+    unit = world_size * hp.train_seq_len
+    per_rank, rest = divmod(hp.train_batch_tokens, unit)
+    if rest:
+        fits = " or ".join(str(n * unit) for n in (per_rank, per_rank + 1) if n)
+        raise SetupError(f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} must be a multiple of {world_size} ranks x "
+                         f"TRAIN_SEQ_LEN={hp.train_seq_len}; use {fits}")
+    divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+    micro = hp.micro_batch_tokens / hp.train_seq_len if hp.micro_batch_tokens else per_rank / max(1, 8 / world_size)
+    if micro not in divisors:
+        raise SetupError(f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens} must cut a rank's {per_rank * hp.train_seq_len} "
+                         f"tokens; set MICRO_BATCH_TOKENS to one of {[n * hp.train_seq_len for n in divisors]}")
+    accum, micro = per_rank // int(micro), int(micro)
+    eval_sequences = max(1, hp.val_batch_tokens // (world_size * accum) // hp.eval_seq_len)
+    return BatchPlan(accum, micro, micro * world_size, eval_sequences)
+
+
+# ---- Machine: ranks, device, clock, log ------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class World:
+    """Place of this process among all ranks, and every collective the file uses; with one rank each is the identity."""
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    control: Any = None  # group and stream for small messages, which must not wait for queued GPU work
+    control_stream: Any = None
+    is_main = property(lambda self: self.rank == 0)
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """Every rank's numbers, in rank order, on every rank."""
+        if self.size == 1:
+            return [values]
+        with torch.cuda.stream(self.control_stream):
+            rows = torch.tensor([values] * self.size, dtype=torch.float64, device=self.device)
+            dist.all_gather([*rows], rows[self.rank].clone(), group=self.control)
+            return rows.tolist()
+
+    def fetch(self, scalar: Tensor) -> Callable[[], float]:
+        """Starts copying a number to the host; the returned call waits for it, not for work queued afterwards."""
+        if self.device.type != "cuda":
+            return lambda: float(scalar)
+        host, done = torch.empty((), dtype=scalar.dtype, pin_memory=True), torch.cuda.Event()
+        host.copy_(scalar, non_blocking=True)
+        done.record()
+        return lambda: float((done.synchronize(), host)[1])
+
+    def gather_stacked(self, part: Tensor) -> tuple[Tensor, Any]:
+        """All ranks' equal parts, stacked along the first dimension, and the work to wait for (None with one rank)."""
+        if self.size == 1:
+            return part, None
+        everyone = part.new_empty(self.size * part.size(0), *part.shape[1:])
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in PyTorch 2.13
+        return everyone, gather(everyone, part, async_op=True)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast_weights(self, model: nn.Module) -> None:
+        """Rank 0's weights everywhere: other nodes' processors may round the initialisation differently."""
+        for tensor in model.state_dict().values() if self.size > 1 else ():
+            dist.broadcast(tensor, src=0)
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's picklable value on every rank, also on nodes that do not see rank 0's disk."""
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+def rank_share(count: int, rank: int, world_size: int) -> range:
+    """The part [count * rank // world, count * (rank + 1) // world) of `count` items that belongs to one rank."""
+    return range(count * rank // world_size, count * (rank + 1) // world_size)
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """cuda, else mps (untested by us), else cpu; a name forces one. Raises SetupError when it is not there."""
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    name = next(n for n in present if present[n]) if wanted == "auto" else wanted
+    if not present[name]:
+        raise SetupError(f"DEVICE={name}, but PyTorch {torch.__version__} finds none; unset DEVICE")
+    if name == "cuda" and local_rank >= (count := torch.cuda.device_count()):
+        raise SetupError(f"LOCAL_RANK={local_rank}, but {count} GPUs are visible; use --nproc_per_node={count}")
+    return torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
+
+def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
+    if wanted != "auto":
+        return {"bf16": torch.bfloat16, "fp32": torch.float32}[wanted], f"PRECISION={wanted}"
+    if device.type != "cuda":
+        return torch.float32, device.type
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16, "the GPU has bf16"
+    return torch.float32, "WARNING: no bf16 on this GPU: slower, twice the memory"
+
+def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
+    if wanted != "auto":
+        return wanted == "1", f"COMPILE={wanted}"
+    if device.type != "cuda":
+        return False, f"{device.type}; COMPILE=1 forces it"
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return False, f"WARNING: slow eager mode, no Triton ({error})"
+    return True, "CUDA and Triton"
+
+def join_world(hp: Hyperparameters, environ: Mapping[str, str]) -> World:
+    """Reads torchrun's variables, picks the device and joins the process group when there are several ranks."""
+    rank, size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
+    device = choose_device(hp.device, int(environ.get("LOCAL_RANK", 0)))
+    gpu = device if device.type == "cuda" else None
+    if gpu:
+        torch.cuda.set_device(gpu)
+    if size > 1:
+        # Half an hour: the longest wait is for rank 0's compression, measured 47 to 117 s a try, 6 tries at most.
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(minutes=30), device_id=gpu)
+    control = dist.new_group() if size > 1 else None
+    return World(rank, size, device, control, torch.cuda.Stream(gpu) if gpu else None)
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+def peak_memory_mib(device: torch.device) -> tuple[int, int]:
+    """Peak MiB (allocated, reserved) on the GPU, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) >> 20, torch.cuda.max_memory_reserved(device) >> 20
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20,) * 2
+    return 0, 0
+
+class Stopwatch:
+    """The training clock: it counts only between start() and stop(), and only it is held against the cap."""
+    def __init__(self) -> None:
+        self._total, self._since = 0.0, None
+
+    @property
+    def seconds(self) -> float:
+        return self._total + (time.perf_counter() - self._since if self._since is not None else 0.0)
+
+    def start(self) -> None:
+        assert self._since is None, "the clock runs already"
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        self._total, self._since = self.seconds, None
+
+class RunLog:
+    """Rank 0's log: a text file in the published layout, a .jsonl of records, the console; without a folder nothing."""
+    def __init__(self, folder: Path | None, run_id: str) -> None:
+        self._files = {ending: (folder / f"{run_id}.{ending}").open("x", encoding="utf-8", buffering=1)
+                       for ending in ("txt", "jsonl") if folder}
+
+    def __call__(self, line: str, console: bool = True) -> None:
+        self._write("txt", line)
+        if self._files and console:
+            tqdm.write(line)
+            sys.stdout.flush()
+
+    def record(self, kind: str, **values: Any) -> None:
+        self._write("jsonl", json.dumps({"type": kind, **values}))
+
+    def _write(self, ending: str, line: str) -> None:
+        try:
+            if self._files:
+                self._files[ending].write(line + "\n")
+        except OSError as error:  # a full disk must not end a paid run
+            print(f"WARNING: {self._files[ending].name} was not written ({error})", file=sys.stderr)
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes under a temporary name, syncs and renames: a full disk never leaves half a file under `path`."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.replace(path)
+    except OSError as error:  # a failed write alone does not name its file
+        raise OSError(error.errno, f"{error.strerror}; free some space or set OUTPUT_DIR", str(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# ---- Data: tokenizer bytes, shards, validation tokens, coprime-stride loader -----------------------------------------
+
+SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
+BOS_ID = 1
+SPACE_MARKER = "\u2581"  # SentencePiece's visible space; an escape, since encoding accidents have faked scores
+
+def fetch_hint(hp: Hyperparameters) -> str:
+    return f"`python data/cached_challenge_fineweb.py --variant sp{hp.vocab_size}` or set DATA_DIR"
+
+@dataclass(frozen=True)
+class ByteTables:
+    """UTF-8 bytes of each token: `base_bytes` int16, `has_leading_space` and `is_boundary` bool, all (vocab,)."""
+    base_bytes: np.ndarray
+    has_leading_space: np.ndarray
+    is_boundary: np.ndarray
+
+    def count(self, tokens: np.ndarray) -> int:
+        """Bytes of tokens[1:], each after its predecessor: a piece's space counts unless a boundary comes before."""
+        spaces = self.has_leading_space[tokens[1:]] & ~self.is_boundary[tokens[:-1]]
+        return int(self.base_bytes[tokens[1:]].sum(dtype=np.int64) + spaces.sum())
+
+def byte_tables(tokenizer: Any) -> ByteTables:
+    """Tables of a SentencePiece processor. Raises SetupError when it has no piece for a lone space."""
+    if tokenizer.piece_to_id(SPACE_MARKER) == tokenizer.unk_id():
+        raise SetupError("the tokenizer has no piece for a lone space (U+2581); train it on text with spaces")
+    ids = range(tokenizer.vocab_size())
+    boundary = [tokenizer.is_control(i) or tokenizer.is_unknown(i) or tokenizer.is_unused(i) for i in ids]
+    pieces = ["" if boundary[i] else "x" if tokenizer.is_byte(i) else tokenizer.id_to_piece(i) for i in ids]
+    sizes = [len(piece.removeprefix(SPACE_MARKER).encode("utf-8")) for piece in pieces]
+    spaces = [piece.startswith(SPACE_MARKER) for piece in pieces]
+    return ByteTables(np.array(sizes, np.int16), np.array(spaces), np.array(boundary))
+
+def load_tokenizer(hp: Hyperparameters) -> Any:
+    """The SentencePiece processor of this run. Raises SetupError when missing or of another size."""
+    import sentencepiece
+
+    path = hp.tokenizer_path
+    try:
+        tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError) as error:
+        raise SetupError(f"no tokenizer at {path} ({error}); {fetch_hint(hp)}") from None
+    if tokenizer.vocab_size() != hp.vocab_size:
+        raise SetupError(f"VOCAB_SIZE={hp.vocab_size} must be {tokenizer.vocab_size()}, the pieces of {path}")
+    return tokenizer
+
+def shard_tokens(path: Path) -> int:
+    """Token count of a shard, with header and file size checked. Raises SetupError."""
+    header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
+    if len(header) < SHARD_HEADER_INTS or (*header[:2],) != (SHARD_MAGIC, SHARD_VERSION):
+        raise SetupError(f"{path} must begin with {SHARD_MAGIC}, {SHARD_VERSION} to be a shard; fetch it again")
+    expected, found = SHARD_HEADER_INTS * 4 + 2 * int(header[2]), path.stat().st_size
+    if expected != found:
+        raise SetupError(f"{path} must have {expected} bytes, not {found}; fetch it again")
+    return int(header[2])
+
+def open_shard(path: Path) -> np.ndarray:
+    """The tokens of a shard as a read-only uint16 memory map. Raises SetupError."""
+    count = shard_tokens(path)  # an empty map is an error
+    return np.memmap(path, "<u2", "r", SHARD_HEADER_INTS * 4, (count,)) if count else np.zeros(0, np.uint16)
+
+def find_shards(hp: Hyperparameters, split: str) -> list[Path]:
+    paths = sorted(hp.dataset_dir.glob(f"fineweb_{split}_*.bin"))
+    if not paths:
+        raise SetupError(f"no {split} shards in {hp.dataset_dir}; {fetch_hint(hp)}")
+    return paths
+
+def check_token_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
+    if tokens.max(initial=0) >= vocab_size:
+        raise SetupError(f"{path} holds token {tokens.max()}, but VOCAB_SIZE={vocab_size}; fetch both again")
+
+def check_train_shards(hp: Hyperparameters) -> list[Path]:
+    """Train shards in order, with headers, sizes and the first ids of each checked. Raises SetupError."""
+    paths = find_shards(hp, "train")
+    shards = [open_shard(path) for path in paths]
+    for path, tokens in zip(paths, shards):
+        check_token_ids(tokens[:65_536], hp.vocab_size, path)
+    if (total := sum(map(len, shards))) <= hp.train_batch_tokens:
+        raise SetupError(f"{total} train tokens must exceed TRAIN_BATCH_TOKENS={hp.train_batch_tokens}; fetch more")
+    return paths
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Tokens (uint16) to score and the bytes that their targets stand for."""
+    tokens: np.ndarray
+    target_bytes: int
+    note: str  # what the number of bytes stands for
+    targets = property(lambda self: len(self.tokens) - 1)
+
+    def bits_per_byte(self, mean_loss: float) -> float:
+        """Mean nats per target token -> bits per byte."""
+        return mean_loss / math.log(2) * self.targets / self.target_bytes
+
+def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
+    """All validation shards, joined and cut to whole sequences plus one token. Raises SetupError."""
+    paths = find_shards(hp, "val")
+    tokens = np.concatenate([open_shard(path) for path in paths])
+    check_token_ids(tokens, hp.vocab_size, hp.dataset_dir)
+    entry = manifest_entry(hp)
+    count = sidecar_count(hp, entry, paths, len(tokens)) if hp.transform else tables.count
+    docs = int((tokens == BOS_ID).sum())
+    whole = {"docs_val": docs, "tokens_val": len(tokens), "bytes_val_normalised": count(tokens)}
+    verdict = check_manifest(hp, entry, whole)
+    used = (len(tokens) - 1) // hp.eval_seq_len * hp.eval_seq_len + 1
+    if used < 2:
+        raise SetupError(f"{len(tokens)} val tokens must exceed EVAL_SEQ_LEN={hp.eval_seq_len}; fetch more")
+    note = f"normalised text; {len(tokens) - used} tail tokens not scored; {verdict}"
+    return ValidationSet(tokens[:used], count(tokens[:used]), note)
+
+def sidecar_count(hp: Hyperparameters, entry: dict, paths: list[Path], n: int) -> Callable[[np.ndarray], int]:
+    """Bytes of the original text behind the first tokens, from the files beside the shards. Raises SetupError."""
+    sidecar = entry.get("bytes_sidecar") or {}
+    files = [path.with_suffix(sidecar.get("suffix", ".bytes")) for path in paths]
+    if not sidecar or not all(file.is_file() for file in files):
+        raise SetupError(f"TRANSFORM={hp.transform} needs manifest.json and a .bytes file beside each val shard")
+    sizes = np.concatenate([np.fromfile(file, np.dtype(sidecar["dtype"]).newbyteorder("<")) for file in files])
+    if len(sizes) != n:
+        raise SetupError(f"{n} val tokens, but {len(sizes)} in the .bytes files beside them; fetch both again")
+    return lambda tokens: int(sizes[1:len(tokens)].sum(dtype=np.int64))
+
+def manifest_entry(hp: Hyperparameters) -> dict[str, Any]:
+    """What manifest.json says of this dataset (empty without one). Raises SetupError when it is damaged."""
+    path = Path(hp.data_dir) / "manifest.json"
+    try:
+        datasets = json.loads(path.read_text(encoding="utf-8"))["datasets"] if path.is_file() else []
+        return next((dict(d) for d in datasets if d["name"] == hp.dataset_dir.name), {})
+    except (ValueError, KeyError, TypeError) as error:
+        raise SetupError(f"{path} is damaged ({error!r}); fetch it again or remove it") from None
+
+def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, int]) -> str:
+    """The whole validation split against the manifest, in words. Raises SetupError: such a score compares with none."""
+    stats, splits = entry.get("stats") or {}, entry.get("splits") or {}
+    if wrong := [f"{name} {stats[name]}, found {n}" for name, n in whole.items() if stats.get(name, n) != n]:
+        raise SetupError(f"{hp.dataset_dir} is not that of manifest.json ({'; '.join(wrong)}); {fetch_hint(hp)}")
+    if {"val", "train"} <= set(splits):
+        (a, b), (c, d) = ((splits[split]["first_doc"], splits[split]["last_doc"]) for split in ("val", "train"))
+        if a <= d and c <= b:
+            raise SetupError(f"val documents {a} to {b} and train documents {c} to {d} overlap; export them again")
+    note = "whole split: " + ", ".join(f"{count} {name}" for name, count in whole.items())
+    note += f", {stats['bytes_val_source']} source bytes" if "bytes_val_source" in stats else ""
+    known = "yes" if {*whole} <= {*stats} else "as far as it says" if {*whole} & {*stats} else "it says nothing"
+    return f"{note}; matches manifest: {known}" + "; UNOFFICIAL SPLIT" * bool(entry.get("unofficial_split"))
+
+@dataclass
+class ShardCursor:
+    """A walk over a shard's blocks: phase + seq_len * ((start + i * stride) mod blocks), stride coprime with blocks."""
+    phase: int
+    blocks: int
+    start: int
+    stride: int
+    taken: int = 0
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator, tokens: int, seq_len: int) -> ShardCursor:
+        """A cursor over more than seq_len tokens. (A choice among one number takes nothing from `rng`.)"""
+        phase = int(rng.integers(min(seq_len, tokens - seq_len)))
+        blocks = (tokens - 1 - phase) // seq_len
+        start, stride = int(rng.integers(blocks)), 0
+        while math.gcd(stride, blocks) != 1:
+            stride = int(rng.integers(1, blocks))
+        return cls(phase, blocks, start, stride)
+
+    def take(self, seq_len: int) -> int:
+        block = (self.start + self.taken * self.stride) % self.blocks
+        self.taken += 1
+        return self.phase + seq_len * block
+
+class CoprimeLoader:
+    """The recipe's data order, alike on all ranks and in each new loader: each draw mixes windows of many shards."""
+    def __init__(self, paths: list[Path], seq_len: int, draw_windows: int, rank: int = 0, world_size: int = 1,
+                 vocab_size: int = 65536) -> None:
+        self.paths, self.seq_len, self.draw_windows, self.vocab_size = paths, seq_len, draw_windows, vocab_size
+        self.rank, self.world_size, self.draws = rank, world_size, 0
+        self.tokens = [open_shard(path) for path in paths]
+        self.shards = [i for i, tokens in enumerate(self.tokens) if len(tokens) > seq_len]
+        if not self.shards:
+            raise SetupError(f"no train shard has more than TRAIN_SEQ_LEN={seq_len} tokens; fetch more or lower it")
+        self.cursors: dict[int, ShardCursor] = {}
+        # FNV-style 64-bit fold over the bytes of all paths: the data order depends on names alone
+        seed = reduce(lambda fold, byte: (fold ^ byte) * 1099511628211 % 2**64, "".join(map(str, paths)).encode(), 0)
+        self.rng = np.random.Generator(np.random.PCG64(seed))
+
+    def next_windows(self) -> list[tuple[int, int]]:
+        """(shard, first token) of all ranks' windows of the next draw."""
+        progress = min(self.draws / 1800, 1.0)  # over these draws, more even weights and a wider mix
+        self.draws += 1
+        left = [max(1, cursor.blocks - cursor.taken) if (cursor := self.cursors.get(i))
+                else (len(self.tokens[i]) - 1) // self.seq_len for i in self.shards]  # blocks
+        weights = np.array(left, np.float64) ** (0.90 - 0.40 * progress)
+        p = weights / weights.sum()
+        low, high = (min(max(least, each * self.world_size), len(self.shards), self.draw_windows)
+                     for least, each in ((8, 1), (32, 8)))
+        mix = round(low + progress * (high - low))
+        chosen = self.rng.choice(len(self.shards), size=mix, replace=False, p=p)
+        counts = 1 + self.rng.multinomial(self.draw_windows - mix, p[chosen] / p[chosen].sum())
+        buckets = [self._take(self.shards[chosen[k]], int(counts[k])) for k in self.rng.permutation(mix)]
+        windows = []
+        while buckets:  # rounds of one window from each shard, the shards in a new order each round
+            buckets = [buckets[k] for k in self.rng.permutation(len(buckets))]
+            windows += [bucket.pop() for bucket in buckets]
+            buckets = [bucket for bucket in buckets if bucket]
+        return windows
+
+    def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
+        """This rank's inputs and targets of the next draw, int64, each (draw_windows / world_size, seq_len)."""
+        mine = self.next_windows()[self.rank::self.world_size]
+        rows = np.stack([self.tokens[shard][start:start + self.seq_len + 1] for shard, start in mine])
+        check_token_ids(rows, self.vocab_size, self.paths[mine[int(rows.max(axis=1).argmax())][0]])
+        rows = rows.astype(np.int64)
+        return rows[:, :-1], rows[:, 1:]
+
+    def _take(self, shard: int, count: int) -> list[tuple[int, int]]:
+        windows = []
+        for _ in range(count):
+            cursor = self.cursors.get(shard)
+            if cursor is None or cursor.taken >= cursor.blocks:
+                cursor = self.cursors[shard] = ShardCursor.draw(self.rng, len(self.tokens[shard]), self.seq_len)
+            windows.append((shard, cursor.take(self.seq_len)))
+        return [windows[k] for k in self.rng.permutation(count)]
+
+class Prefetcher:
+    """Reads a loader ahead in a thread. Each batch has its own pinned memory, so none is overwritten in flight."""
+    def __init__(self, loader: CoprimeLoader, device: torch.device, clock: Stopwatch) -> None:
+        self.loader, self.device, self.clock = loader, device, clock
+        self.last_read_seconds = self.wait_seconds = 0.0
+        self._thread = ThreadPoolExecutor(1)
+        self._ahead = deque(self._thread.submit(self._read) for _ in range(3))  # batches read ahead
+
+    def _read(self) -> list[Tensor]:
+        batch = [torch.from_numpy(np.ascontiguousarray(part)) for part in self.loader.next_batch()]
+        self.last_read_seconds = self.clock.seconds
+        return [part.pin_memory() for part in batch] if self.device.type == "cuda" else batch
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets on the device, int64 (sequences, seq_len); waits for the reader or raises its error."""
+        began = time.perf_counter()
+        batch = self._ahead.popleft().result()
+        self._ahead.append(self._thread.submit(self._read))
+        self.wait_seconds += time.perf_counter() - began
+        inputs, targets = (part.to(self.device, non_blocking=True) for part in batch)
+        return inputs, targets
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+
+# ---- Attention: one entry point, chosen by a probe -------------------------------------------------------------------
+
+AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # causal; q (B, T, H, D), k and v (B, T, KV, D) -> as q
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's kernel, the one that `use_sdpa_backend` left on."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1)).transpose(1, 2)
+
+def use_sdpa_backend(name: str) -> None:
+    for backend in ("cudnn", "flash", "math", "mem_efficient"):
+        getattr(torch.backends.cuda, f"enable_{backend}_sdp")(backend == name)
+
+def fa3_attention() -> AttentionFunction:
+    """FlashAttention-3's function in our signature. Raises ImportError when the package is not there."""
+    from flash_attn_interface import flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_func(q, k, v, causal=True)
+        return out[0] if isinstance(out, tuple) else out  # some versions also return the log-sum-exp
+
+    return attend
+
+def math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The definition, written out: what every kernel must equal."""
+    k, v = (x.repeat_interleave(q.size(2) // x.size(2), dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.size(-1))
+    future = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device).triu(1)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
+
+def largest_error(function: Callable[..., Any], twin: Callable[..., Any], inputs: list[Tensor]) -> float:
+    """Largest |ours - twin| / |twin| over outputs and gradients; the twin computes in fp32. NaN comes back as inf."""
+    results = []
+    for run, values in ((function, inputs), (twin, [x.detach().float().requires_grad_() for x in inputs])):
+        out = run(*values)
+        outs = out if isinstance(out, tuple) else (out,)
+        results.append([*outs, *torch.autograd.grad(sum(o.float().square().sum() for o in outs), values)])
+    pairs = ((ours.detach().float(), twins.detach()) for ours, twins in zip(*results))
+    errors = [float((ours - twins).norm() / twins.norm()) for ours, twins in pairs]
+    return max(math.inf if math.isnan(error) else error for error in errors)
+
+def try_attention(name: str, hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> AttentionFunction:
+    """Prepares one kernel and probes a tiny forward and backward. Raises ImportError or RuntimeError with the reason.
+
+    Import success proves nothing: builds exist that import and then fail at the first launch.
+    """
+    if name == "cudnn" and device.type != "cuda":
+        raise RuntimeError("needs a CUDA GPU")
+    if name == "cudnn" and hp.attention == "auto" and torch.cuda.get_device_capability(device) < (9, 0):
+        raise RuntimeError("slower than flash before Hopper")
+    function = fa3_attention() if name == "fa3" else sdpa_attention
+    if name != "fa3":
+        use_sdpa_backend(name)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 96, heads, hp.head_dim, generator=generator).to(device, dtype).requires_grad_()
+              for heads in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)]
+    error = largest_error(function, math_attention, inputs)
+    if not error < 3e-2:  # bf16 rounding is under 1e-2
+        raise RuntimeError(f"its result is off by {error:.1e}")
+    return function
+
+def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> tuple[AttentionFunction, str]:
+    """FlashAttention-3, else cuDNN on Hopper or newer, else flash, else math, and why; ATTENTION forces one."""
+    refused = []
+    for name in ["fa3", "cudnn", "flash", "math"] if hp.attention == "auto" else [hp.attention]:
+        try:
+            function = try_attention(name, hp, device, dtype)
+        except (ImportError, RuntimeError, AttributeError, TypeError) as error:
+            refused.append(f"{name}: {str(error).splitlines()[0]}")
+            continue
+        reason = "; ".join(refused) if hp.attention == "auto" else f"ATTENTION={name}"
+        return function, f"{name} ({reason or 'first choice'})"
+    raise SetupError(f"ATTENTION={hp.attention} cannot be used here: {'; '.join(refused)}; unset ATTENTION")
+
+
+# ---- Operations: plain PyTorch, and the Triton kernels that must equal it --------------------------------------------
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # the plain functions are used, and the log says so
+    triton = None
+
+QKV = tuple[Tensor, Tensor, Tensor]  # (B, T, H, D), (B, T, KV, D), (B, T, KV, D)
+RMS_EPS = 2.0 ** -23  # F.rms_norm's default: fp32's epsilon, also for bf16
+HEAD_ROWS = 64  # tokens of a program that works on one head
+MLP_TILE = (128, 128, 64)  # rows, columns and depth; measured best of 25 variants on an H200, with 3 stages and 8 warps
+
+def jit(function: Callable) -> Callable:
+    return triton.jit(function) if triton else function
+
+def power_of_two(n: int) -> int:
+    """The next one from n on: Triton's tiles have such widths."""
+    return 1 << (n - 1).bit_length()
+
+def rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
+
+def rope_tables(hp: Hyperparameters, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (length, 1, dims / 2), computed in fp32; the base grows beyond the training length."""
+    dims = hp.rope_dims or hp.head_dim
+    base = hp.rope_base
+    if length > hp.train_seq_len:
+        base *= (length / hp.train_seq_len) ** (dims / (dims - 2))
+    frequencies = base ** -(torch.arange(0, dims, 2, dtype=torch.float32, device=device) / dims)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)[:, None, :]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates the first dims of each head as halves (a, b); x (B, T, H, D)."""
+    cos, sin = rope
+    half = cos.size(-1)
+    a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
+    return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
+
+def split_qkv(qkv: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], gain: Tensor, kv_heads: int) -> QKV:
+    """One product (B, T, (H + 2 KV) D) -> normed, rotated q (times `gain` (H)) and k, and v (plus `value`)."""
+    q, k, v = qkv.unflatten(-1, (len(gain) + 2 * kv_heads, -1)).split([len(gain), kv_heads, kv_heads], dim=2)
+    q = rotate(rms_norm(q), rope) * gain.to(q.dtype)[:, None]
+    return q, rotate(rms_norm(k), rope), v if value is None else v + value.view_as(v)
+
+@jit
+def head_rows(base_ptr, tokens, heads, head, dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
+    """Pointers and mask of a tile (rows, width): one head of the tokens of program 0, in (tokens, heads, dim)."""
+    token = tl.program_id(0) * rows + tl.arange(0, rows)
+    column = tl.arange(0, width)
+    inside = (token < tokens)[:, None] & (column < dim)[None, :]
+    return base_ptr + (token.to(tl.int64) * heads + head)[:, None] * dim + column[None, :], inside
+
+@jit
+def rope_tile(cos_ptr, sin_ptr, length, half: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
+    """Factors of a tile's own and partner values, (rows, width), and the way to the partner, (1, width)."""
+    position = (tl.program_id(0) * rows + tl.arange(0, rows)) % length
+    column = tl.arange(0, width)
+    at = position[:, None] * half + (column % half)[None, :]
+    first, rotated = (column < half)[None, :], (column < 2 * half)[None, :]
+    cos = tl.load(cos_ptr + at, mask=rotated, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + at, mask=rotated, other=0.0).to(tl.float32)
+    return cos, tl.where(first, sin, -sin), tl.where(rotated, tl.where(first, half, -half), 0)
+
+@jit
+def split_qkv_forward(x_ptr, value_ptr, cos_ptr, sin_ptr, gain_ptr, q_ptr, k_ptr, v_ptr, tokens, length,
+                      heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, half: tl.constexpr,
+                      eps: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
+    head = tl.program_id(1)
+    x_at, inside = head_rows(x_ptr, tokens, heads + 2 * kv_heads, head, dim, rows, width)
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    if head >= heads + kv_heads:
+        out_at, _ = head_rows(v_ptr, tokens, kv_heads, head - heads - kv_heads, dim, rows, width)
+        if value_ptr is not None:
+            value_at, _ = head_rows(value_ptr, tokens, kv_heads, head - heads - kv_heads, dim, rows, width)
+            x += tl.load(value_at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        cos, sin, partner = rope_tile(cos_ptr, sin_ptr, length, half, rows, width)
+        other = tl.load(x_at + partner, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
+        if head < heads:
+            scale *= tl.load(gain_ptr + head)
+            out_at, _ = head_rows(q_ptr, tokens, heads, head, dim, rows, width)
+        else:
+            out_at, _ = head_rows(k_ptr, tokens, kv_heads, head - heads, dim, rows, width)
+        x = (x * cos + other * sin) * scale[:, None]
+    tl.store(out_at, x.to(x_ptr.dtype.element_ty), mask=inside)
+
+@jit
+def split_qkv_backward(x_ptr, cos_ptr, sin_ptr, gain_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, dgain_ptr, tokens, length,
+                       heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, half: tl.constexpr,
+                       eps: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
+    head = tl.program_id(1)
+    x_at, inside = head_rows(x_ptr, tokens, heads + 2 * kv_heads, head, dim, rows, width)
+    dx_at, _ = head_rows(dx_ptr, tokens, heads + 2 * kv_heads, head, dim, rows, width)
+    if head >= heads + kv_heads:
+        d_at, _ = head_rows(dv_ptr, tokens, kv_heads, head - heads - kv_heads, dim, rows, width)
+        dx = tl.load(d_at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        gain = 1.0
+        if head < heads:
+            gain = tl.load(gain_ptr + head)
+            d_at, _ = head_rows(dq_ptr, tokens, heads, head, dim, rows, width)
+        else:
+            d_at, _ = head_rows(dk_ptr, tokens, kv_heads, head - heads, dim, rows, width)
+        cos, sin, partner = rope_tile(cos_ptr, sin_ptr, length, half, rows, width)
+        d = tl.load(d_at, mask=inside, other=0.0).to(tl.float32) * cos
+        d -= tl.load(d_at + partner, mask=inside, other=0.0).to(tl.float32) * sin  # rotated back
+        x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
+        x *= scale[:, None]
+        along = tl.sum(d * x, axis=1)
+        dx = (d - x * (along / dim)[:, None]) * (scale * gain)[:, None]
+        if head < heads:
+            tl.store(dgain_ptr + tl.program_id(0) * heads + head, tl.sum(along))
+    tl.store(dx_at, dx.to(x_ptr.dtype.element_ty), mask=inside)
+
+class SplitQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, value, cos, sin, gain, kv_heads):
+        (batch, length, width), heads = qkv.shape, len(gain)
+        dim = width // (heads + 2 * kv_heads)
+        q, k, v = (qkv.new_empty(batch, length, n, dim) for n in (heads, kv_heads, kv_heads))
+        ctx.grid, ctx.has_value = (-(-batch * length // HEAD_ROWS), heads + 2 * kv_heads), value is not None
+        ctx.sizes = (batch * length, length, heads, kv_heads, dim, cos.size(-1), RMS_EPS, HEAD_ROWS, power_of_two(dim))
+        ctx.save_for_backward(qkv, cos, sin, gain)
+        split_qkv_forward[ctx.grid](qkv, value, cos, sin, gain, q, k, v, *ctx.sizes)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        qkv, cos, sin, gain = ctx.saved_tensors
+        dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
+        dqkv, dgain = torch.empty_like(qkv), gain.new_empty(ctx.grid[0], len(gain))
+        split_qkv_backward[ctx.grid](qkv, cos, sin, gain, dq, dk, dv, dqkv, dgain, *ctx.sizes)
+        return dqkv, dv.flatten(2) if ctx.has_value else None, None, None, dgain.sum(0), None
+
+def split_qkv_fused(qkv: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], gain: Tensor, kv_heads: int) -> QKV:
+    return SplitQKV.apply(qkv, value, *rope, gain, kv_heads)
+
+def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
+    """XSA: drops from each head's output (B, T, H, D) its part along the value (B, T, KV, D) at the same position."""
+    direction = F.normalize(v, dim=-1).unsqueeze(3)
+    grouped = y.unflatten(2, (v.size(2), -1))
+    return (grouped - (grouped * direction).sum(-1, keepdim=True) * direction).flatten(2, 3)
+
+def leaky_square(x: Tensor) -> Tensor:
+    return F.leaky_relu(x, 0.5).square()
+
+def mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    """leaky_square(x w_in^T) w_out^T; x (B, T, D), w_in (hidden, D), w_out (D, hidden)."""
+    return F.linear(leaky_square(F.linear(x, w_in)), w_out)
+
+@jit
+def mlp_kernel(a_ptr, b_ptr, hidden_ptr, out_ptr, columns: tl.constexpr, depth: tl.constexpr, mode: tl.constexpr,
+               bit: tl.constexpr, bm: tl.constexpr, bn: tl.constexpr, bk: tl.constexpr):
+    """A tile of a (M, depth) times b (N, depth) transposed; all are tensor descriptors, which cut what lies outside.
+
+    evaluate: out = leaky_square(product). train: the same, the product's sign in its last mantissa bit (number `bit` of
+    an fp32), so that the backward needs no second tensor. backward: out = product times the slope at `hidden`.
+    """
+    m, n = tl.program_id(0) // columns * bm, tl.program_id(0) % columns * bn  # neighbours share rows of a in the cache
+    product = tl.zeros((bm, bn), dtype=tl.float32)
+    for k in range(0, depth, bk):
+        product = tl.dot(a_ptr.load([m, k]), b_ptr.load([n, k]).T, product)
+    if mode == "backward":
+        hidden = hidden_ptr.load([m, n]).to(tl.float32)
+        root = tl.sqrt(hidden)
+        product *= tl.where((hidden.to(tl.int32, bitcast=True) >> bit) & 1 == 1, -root, 2 * root)
+    else:
+        negative = (product < 0).to(tl.int32) << bit
+        product *= product * tl.where(product < 0, 0.25, 1.0)
+        if mode == "train":  # rounds to the nearest number with that bit
+            half, step = 1 << bit, bit + 1
+            bits = ((product.to(tl.int32, bitcast=True) - negative + half >> step) << step) | negative
+            product = bits.to(tl.float32, bitcast=True)
+    out_ptr.store([m, n], product.to(out_ptr.dtype))
+
+def run_mlp_kernel(a: Tensor, b: Tensor, hidden: Tensor | None, mode: str) -> Tensor:
+    """`mlp_kernel` on a (M, K), b (N, K) and, in the backward, hidden (M, N); returns (M, N)."""
+    (m, k), n, (bm, bn, bk) = a.shape, len(b), MLP_TILE
+    out = a.new_empty(m, n)
+    operands = [TensorDescriptor.from_tensor(t, [rows, bk]) for t, rows in ((a, bm), (b, bn))]
+    results = [TensorDescriptor.from_tensor(t, [bm, bn]) for t in (out if hidden is None else hidden, out)]
+    columns = -(-n // bn)
+    mlp_kernel[(-(-m // bm) * columns,)](*operands, *results, columns, k, mode, 16 if a.dtype == torch.bfloat16 else 0,
+                                         bm, bn, bk, num_stages=3, num_warps=8)
+    return out
+
+class FusedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w_in, w_out):
+        hidden = run_mlp_kernel(x, w_in, None, "train")
+        ctx.save_for_backward(x, w_in, w_out, hidden)
+        return F.linear(hidden, w_out)
+
+    @staticmethod
+    def backward(ctx, d):
+        x, w_in, w_out, hidden = ctx.saved_tensors
+        d = d.contiguous()
+        d_product = run_mlp_kernel(d, w_out.T.contiguous(), hidden, "backward")
+        return d_product @ w_in, d_product.T @ x, d.T @ hidden
+
+def mlp_fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    rows = x.flatten(0, -2)
+    if torch.is_grad_enabled():
+        return FusedMLP.apply(rows, w_in, w_out).view_as(x)
+    return F.linear(run_mlp_kernel(rows, w_in, None, "evaluate"), w_out).view_as(x)
+
+def head_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
+    """fp32 nats of the targets (N) from the last activations (N, D), the head (V, D) and logits cap * tanh(z / cap)."""
+    logits = cap * torch.tanh(F.linear(x, weight) / cap)
+    return F.cross_entropy(logits.float(), targets, reduction="none")
+
+@jit
+def losses_kernel(logits_ptr, targets_ptr, losses_ptr, vocab, cap: tl.constexpr, gradient: tl.constexpr,
+                  width: tl.constexpr):
+    """A row's loss. With `gradient` the loss's gradient takes the row's place: logits are never stored twice."""
+    row, column = tl.program_id(0), tl.arange(0, width)
+    at, inside = logits_ptr + row.to(tl.int64) * vocab + column, column < vocab
+    z = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tanh = 1 - 2 / (1 + tl.exp(z * (2 / cap)))
+    capped = tl.where(inside, cap * tanh, float("-inf"))
+    top = tl.max(capped, axis=0)
+    exps = tl.exp(capped - top)
+    total = tl.sum(exps, axis=0)
+    hit = column == tl.load(targets_ptr + row)
+    tl.store(losses_ptr + row, top + tl.log(total) - tl.sum(tl.where(hit, capped, 0.0), axis=0))
+    if gradient:
+        dz = (exps / total - hit.to(tl.float32)) * (1 - tanh * tanh)
+        tl.store(at, dz.to(logits_ptr.dtype.element_ty), mask=inside)
+
+def run_losses_kernel(logits: Tensor, targets: Tensor, cap: float, gradient: bool) -> Tensor:
+    rows, vocab = logits.shape
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    losses_kernel[(rows,)](logits, targets, losses, vocab, cap, gradient, power_of_two(vocab),
+                           num_warps=min(max(power_of_two(vocab) // 512, 4), 32))
+    return losses
+
+class HeadLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, cap):
+        d_logits = F.linear(x, weight)
+        losses = run_losses_kernel(d_logits, targets, cap, True)
+        ctx.save_for_backward(x, weight, d_logits)
+        return losses
+
+    @staticmethod
+    def backward(ctx, d_losses):
+        x, weight, d_logits = ctx.saved_tensors
+        d_losses = d_losses.to(x.dtype)[:, None]
+        return d_logits @ weight * d_losses, d_logits.T @ (x * d_losses), None, None
+
+def head_losses_fused(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
+    if torch.is_grad_enabled():
+        return HeadLosses.apply(x, weight, targets, cap)
+    return run_losses_kernel(F.linear(x, weight), targets, cap, False)
+
+@dataclass(frozen=True)
+class Operations:
+    """What the model computes with: the plain functions, or others that equal them."""
+
+    attend: AttentionFunction
+    split_qkv: Callable[..., QKV] = split_qkv
+    mlp: Callable[[Tensor, Tensor, Tensor], Tensor] = mlp
+    head_losses: Callable[..., Tensor] = head_losses
+
+def fused_operations(attend: AttentionFunction) -> Operations:
+    return Operations(attend, split_qkv_fused, mlp_fused, head_losses_fused)
+
+def operation_cases(hp: Hyperparameters, device: torch.device, dtype: torch.dtype, batch: int,
+                    length: int) -> dict[str, tuple[list[Tensor], Callable[..., Any]]]:
+    """For each operation random inputs (batch sequences) and how to call it on them: call(function, *inputs)."""
+    generator = torch.Generator().manual_seed(0)
+    heads, kv, dim, width = hp.num_heads, hp.num_kv_heads, hp.head_dim, hp.model_dim
+    hidden = int(hp.mlp_mult * width)
+    rope = rope_tables(hp, length, device, dtype)
+    targets = torch.arange(batch * length, device=device) % hp.vocab_size
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype).requires_grad_()
+
+    return {
+        "split_qkv": ([draw(batch, length, (heads + 2 * kv) * dim), draw(batch, length, kv * dim), draw(heads)],
+                      lambda f, x, value, gain: f(x, value, [t.to(x.dtype) for t in rope], gain.float(), kv)),
+        "mlp": ([draw(batch, length, width), draw(hidden, width, scale=width ** -0.5),
+                 draw(width, hidden, scale=hidden ** -0.5)], lambda f, *x: f(*x)),
+        "head_losses": ([draw(batch * length, width), draw(hp.vocab_size, width, scale=0.2)],
+                        lambda f, x, weight: f(x, weight, targets, hp.logit_softcap))}
+
+def choose_operations(hp: Hyperparameters, attend: AttentionFunction, device: torch.device,
+                      dtype: torch.dtype) -> tuple[Operations, str]:
+    """The Triton kernels on Hopper or newer GPUs in bf16, else plain PyTorch, and why; KERNELS=1 insists."""
+    plain, fused, hidden = Operations(attend), fused_operations(attend), int(hp.mlp_mult * hp.model_dim)
+    checks = [(triton is not None and device.type == "cuda", "need CUDA and Triton"),
+              (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0), "need Hopper or newer"),
+              (dtype == torch.bfloat16, "need bf16"),
+              (hp.model_dim % 8 == hidden % 8 == 0, f"need widths in eights, not {hp.model_dim} and {hidden}")]
+    refused = [reason for holds, reason in checks if not holds]
+    if hp.kernels == "0":
+        return plain, "0 (KERNELS=0)"
+    try:
+        for name, (inputs, call) in operation_cases(hp, device, dtype, 2, 96).items() if not refused else ():
+            runs = [functools.partial(call, getattr(operations, name)) for operations in (fused, plain)]
+            error = largest_error(*runs, inputs)
+            if not error < 3e-2:  # bf16 rounding is under 1e-2
+                refused.append(f"WARNING: slow; {name} is off by {error:.1e}")
+    except Exception as error:  # noqa: BLE001 - compilers fail in many ways; each means that the kernels are of no use
+        refused.append(f"WARNING: slow; {type(error).__name__}: {str(error).splitlines()[0]}")
+    if refused and hp.kernels == "1":
+        raise SetupError(f"KERNELS=1 cannot be used here: {'; '.join(refused)}; unset KERNELS")
+    return (plain, f"0 ({'; '.join(refused)})") if refused else (fused, "1 (equal to plain PyTorch in a probe)")
+
+
+# ---- Model -----------------------------------------------------------------------------------------------------------
+
+class Linear(nn.Linear):
+    """Bias-free; the fp32 master weight is cast to the activation's dtype at every use.
+
+    A gain on the outputs is multiplied into the weight's rows: the same product, but neither the scaled activations
+    nor the sum over all tokens for the gain's gradient pass through memory.
+    """
+
+    def __init__(self, fan_in: int, fan_out: int) -> None:
+        super().__init__(fan_in, fan_out, bias=False)
+
+    def cast(self, dtype: torch.dtype, gain: Tensor | None = None) -> Tensor:
+        return (self.weight if gain is None else self.weight * gain[:, None]).to(dtype)
+
+    def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.cast(x.dtype, gain))
+
+class SelfAttention(nn.Module):
+    def __init__(self, hp: Hyperparameters, ops: Operations, use_xsa: bool) -> None:
+        super().__init__()
+        self.kv_heads, self.ops, self.use_xsa = hp.num_kv_heads, ops, use_xsa
+        kv_dim = hp.num_kv_heads * hp.head_dim
+        self.q_gain = nn.Parameter(torch.empty(hp.num_heads))
+        self.c_q = Linear(hp.model_dim, hp.model_dim)
+        self.c_k = Linear(hp.model_dim, kv_dim)
+        self.c_v = Linear(hp.model_dim, kv_dim)
+        self.proj = Linear(hp.model_dim, hp.model_dim)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], value: Tensor | None, gain: Tensor,
+                first: int = 0) -> Tensor:
+        """x (B, T, model_dim) -> the same from position `first` on."""
+        weights = torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight])
+        qkv = F.linear(x, weights.to(x.dtype))  # one product: x is read once, its gradient needs no sum
+        q, k, v = self.ops.split_qkv(qkv, value, rope, self.q_gain, self.kv_heads)
+        y, v = self.ops.attend(q, k, v)[:, first:], v[:, first:]
+        if self.use_xsa:
+            y = remove_own_value(y, v)
+        return self.proj(y.flatten(2), gain)
+
+class MLP(nn.Module):
+    def __init__(self, hp: Hyperparameters, ops: Operations) -> None:
+        super().__init__()
+        hidden = int(hp.mlp_mult * hp.model_dim)
+        self.ops = ops
+        self.fc = Linear(hp.model_dim, hidden)
+        self.proj = Linear(hidden, hp.model_dim)
+
+    def forward(self, x: Tensor, gain: Tensor) -> Tensor:
+        return self.ops.mlp(x, self.fc.cast(x.dtype), self.proj.cast(x.dtype, gain))
+
+class Block(nn.Module):
+    def __init__(self, hp: Hyperparameters, layer: int, ops: Operations) -> None:
+        super().__init__()
+        self.norm_scale = 1.0 / math.sqrt(layer + 1) if hp.ln_scale else 1.0
+        self.attn_scale = nn.Parameter(torch.empty(hp.model_dim))
+        self.mlp_scale = nn.Parameter(torch.empty(hp.model_dim))
+        self.resid_mix = nn.Parameter(torch.empty(2, hp.model_dim))
+        self.attn = SelfAttention(hp, ops, use_xsa=layer >= hp.num_layers - hp.xsa_last_n)
+        self.mlp = MLP(hp, ops)
+
+    def forward(self, terms: list[tuple[Tensor, Tensor]], rope: tuple[Tensor, Tensor], value: Tensor | None,
+                first: int = 0) -> Tensor:
+        """(tensor (B, T, model_dim), factor (model_dim)) to add up -> (B, T - first, model_dim)."""
+        x = sum(factor.to(tensor.dtype) * tensor for tensor, factor in terms)
+        x = x[:, first:] + self.attn(rms_norm(x) * self.norm_scale, rope, value, self.attn_scale, first)
+        return x + self.mlp(rms_norm(x) * self.norm_scale, self.mlp_scale)
+
+class ValueEmbedding(nn.Module):
+    """One table of token values for several layers: proj(embed[ids]) * scale, (B, T, kv_dim)."""
+
+    def __init__(self, hp: Hyperparameters) -> None:
+        super().__init__()
+        kv_dim = hp.num_kv_heads * hp.head_dim
+        self.scale = nn.Parameter(torch.empty(()))
+        self.embed = nn.Embedding(hp.vocab_size, hp.ve_dim)
+        self.proj = Linear(hp.ve_dim, kv_dim) if hp.ve_dim != kv_dim else None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        value = self.embed(ids)
+        value = value if self.proj is None else self.proj(value)
+        return value * self.scale.to(value.dtype)
+
+class GPT(nn.Module):
+    """U-Net transformer: the first half of the blocks feeds gated skips to the second half, last output first."""
+
+    def __init__(self, hp: Hyperparameters, ops: Operations) -> None:
+        super().__init__()
+        self.hp, self.ops = hp, ops
+        self.rope: dict[int, tuple[Tensor, Tensor]] = {}  # by length; in the graph they would be computed per element
+        self.encoder_layers = hp.num_layers // 2
+        skips = min(self.encoder_layers, hp.num_layers - self.encoder_layers)
+        self.skip_weights = nn.Parameter(torch.empty(skips, hp.model_dim))
+        self.skip_gates = nn.Parameter(torch.empty(skips, hp.model_dim)) if hp.skip_gates_enabled else None
+        self.tok_emb = nn.Embedding(hp.vocab_size, hp.embedding_dim)
+        projected = hp.embedding_dim != hp.model_dim
+        self.embed_proj = Linear(hp.embedding_dim, hp.model_dim) if projected else None
+        self.head_proj = Linear(hp.model_dim, hp.embedding_dim) if projected else None
+        self.blocks = nn.ModuleList(Block(hp, layer, ops) for layer in range(hp.num_layers))
+        self.ve_shared = ValueEmbedding(hp) if hp.ve_layer_list else None
+        self.ve_layer_scales = nn.ParameterList(nn.Parameter(torch.empty(1)) for _ in hp.ve_layer_list)
+        self.lm_head = None if hp.tie_embeddings else Linear(hp.embedding_dim, hp.vocab_size)
+
+    def hidden(self, ids: Tensor, first: int = 0) -> Tensor:
+        """Token ids (B, T) -> normed output (B, T - first, model_dim): what comes before `first` is context only."""
+        x = rms_norm(self.tok_emb(ids))
+        x = x0 = x if self.embed_proj is None else self.embed_proj(x)
+        rope = self.rope.get(ids.size(1)) or rope_tables(self.hp, ids.size(1), ids.device, x.dtype)
+        values = self._values(ids)
+        skips = []
+        for layer, block in enumerate(self.blocks):
+            keep, add = block.resid_mix
+            terms = [(x, keep), (x0, add)]
+            if layer >= self.encoder_layers and skips:
+                terms = [*self._with_skip(layer - self.encoder_layers, x, skips.pop(), keep), (x0, add)]
+            x = block(terms, rope, values.get(layer), first if layer == len(self.blocks) - 1 else 0)
+            if layer < self.encoder_layers:
+                skips.append(x)
+        return rms_norm(x)
+
+    def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed output (..., model_dim) -> what the head multiplies: (..., embedding_dim) and (vocab_size, same)."""
+        x = hidden if self.head_proj is None else self.head_proj(hidden)
+        return x, self.tok_emb.weight.to(x.dtype) if self.lm_head is None else self.lm_head.cast(x.dtype)
+
+    def forward(self, ids: Tensor, targets: Tensor, first: int = 0, reduction: str = "mean") -> Tensor:
+        """fp32 nats of the targets (B, T) from position `first` on: their mean, or each (reduction none)."""
+        x, weight = self.head(self.hidden(ids, first))
+        targets = targets[:, first:]
+        losses = self.ops.head_losses(x.flatten(0, 1), weight, targets.flatten(), self.hp.logit_softcap)
+        return losses.mean() if reduction == "mean" else losses.view_as(targets)
+
+    def _values(self, ids: Tensor) -> dict[int, Tensor]:
+        if self.ve_shared is None:
+            return {}
+        shared = self.ve_shared(ids)
+        scales = zip(self.hp.ve_layer_list, self.ve_layer_scales)
+        return {layer: shared * scale.to(shared.dtype) for layer, scale in scales}
+
+    def _with_skip(self, i: int, x: Tensor, skip: Tensor, keep: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Terms of keep * lerp(weight * skip, x, sigmoid(gate)), or of keep * (x + weight * skip) without gates.
+
+        Folded factors need three sums over all tokens for their gradients, the nested products would need four.
+        """
+        if self.skip_gates is None:
+            return [(x, keep), (skip, keep * self.skip_weights[i])]
+        gate = torch.sigmoid(self.skip_gates[i])
+        return [(x, keep * gate), (skip, keep * (1 - gate) * self.skip_weights[i])]
+
+CONSTANT_INITS = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": 1.0, "skip_gates": 0.0, "ve_shared.scale": 0.1,
+                  "ve_layer_scales": 1.0}
+ZERO_INITS = ("attn.proj.weight", "mlp.proj.weight", "lm_head.weight")
+
+@torch.no_grad()
+def init_weights(model: GPT) -> None:
+    """Initialises every parameter in the order of the state dict; fails on one it does not know."""
+    hp = model.hp
+    for name, p in model.named_parameters():
+        constant = next((value for key, value in CONSTANT_INITS.items() if key in name), None)
+        if constant is not None:
+            p.fill_(constant)
+        elif name.endswith("resid_mix"):
+            p.copy_(torch.tensor([1.0, 0.0])[:, None].expand_as(p))
+        elif name.endswith("q_gain"):
+            p.fill_(hp.qk_gain_init)
+        elif name == "tok_emb.weight":
+            p.normal_(0.0, hp.tied_embed_init_std if hp.tie_embeddings else 1.0)
+        elif name == "ve_shared.embed.weight":
+            p.normal_(0.0, 0.01)
+        elif name.endswith(ZERO_INITS) or (name == "ve_shared.proj.weight" and min(p.shape) < 64):
+            p.zero_()
+        elif p.ndim == 2 and min(p.shape) >= 64:
+            nn.init.orthogonal_(p)
+        else:
+            assert p.ndim == 2, f"no initialisation for parameter {name} of shape {tuple(p.shape)}"
+            nn.init.kaiming_uniform_(p, a=math.sqrt(5))  # PyTorch's default for a linear layer
+
+def is_control(name: str, hp: Hyperparameters) -> bool:
+    return any(pattern in name for pattern in hp.control_patterns)
+
+@torch.no_grad()
+def set_precision(model: GPT, dtype: torch.dtype) -> None:
+    """bf16 rounds all parameters; linear weights, control tensors and vectors go back to fp32, tables stay bf16."""
+    if dtype == torch.float32:
+        return
+    linears = {id(m.weight) for m in model.modules() if isinstance(m, Linear)}
+    for name, p in model.named_parameters():
+        p.data = p.data.to(dtype)
+        if id(p) in linears or p.ndim < 2 or is_control(name, model.hp):
+            p.data = p.data.float()
+
+def build_model(hp: Hyperparameters, ops: Operations, device: torch.device, dtype: torch.dtype) -> GPT:
+    """A freshly initialised model; the same seed gives the same weights on any device and rank."""
+    random.seed(hp.seed)
+    np.random.seed(hp.seed % 2**32)
+    torch.manual_seed(hp.seed)
+    model = GPT(hp, ops)
+    init_weights(model)
+    set_precision(model, dtype)
+    model.rope = {length: rope_tables(hp, length, device, dtype) for length in {hp.train_seq_len, hp.eval_seq_len}}
+    return model.to(device)
+
+
+# ---- Optimizers ------------------------------------------------------------------------------------------------------
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic coefficients, https://kellerjordan.github.io/posts/muon/
+
+def newton_schulz(g: Tensor, steps: int) -> Tensor:
+    """Approximate orthogonal factor of each matrix of a batch (K, rows, cols), in bf16: singular values go to about 1.
+
+    The order bA + (cA)A is the published one; other orders differ by up to 2e-2 in bf16. A zero matrix stays zero.
+    """
+    a, b, c = NEWTON_SCHULZ
+    x = g.bfloat16()
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    tall = x.size(-2) > x.size(-1)
+    x = x.mT if tall else x
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + (c * gram) @ gram) @ x
+    return x.mT if tall else x
+
+Orthogonalizer = Callable[[Tensor, int], Tensor]
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, then orthogonalised updates, for 2-D weights (Jordan et al. 2024), decay decoupled.
+
+    Matrices of one shape form a group and are orthogonalised as one batch. Each rank does a contiguous share of a group
+    and keeps the momentum of that share only; updates are gathered in bf16 while the next group is computed.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, steps: int, world: World,
+                 orthogonalize: Orthogonalizer = newton_schulz) -> None:
+        by_shape = defaultdict(list)
+        for p in params:
+            by_shape[p.shape].append(p)
+        groups = [{"params": group} for group in by_shape.values()]
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.0})
+        self.steps, self.world, self.orthogonalize = steps, world, orthogonalize
+
+    @torch.no_grad()
+    def step(self) -> None:
+        started = [(group, *self._updates(group)) for group in self.param_groups]
+        for group, updates, pending in started:
+            if pending is not None:
+                pending.wait()
+            params = group["params"]
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            updates = updates[:len(params)].to(params[0].dtype).unbind(0)
+            torch._foreach_add_(params, list(updates), alpha=-group["lr"])
+
+    def _updates(self, group: dict[str, Any]) -> tuple[Tensor, Any]:
+        """bf16 updates of a group (at least K, rows, cols), and the gathering they wait for."""
+        params, world = group["params"], self.world
+        share = -(-len(params) // world.size)
+        mine = params[world.rank * share:(world.rank + 1) * share]
+        rows, cols = params[0].shape
+        updates = torch.zeros(share, rows, cols, dtype=torch.bfloat16, device=params[0].device)
+        if mine:
+            scale = max(1.0, rows / cols) ** 0.5
+            updates[:len(mine)] = self.orthogonalize(self._momentum(group, mine), self.steps) * scale
+        return world.gather_stacked(updates)
+
+    def _momentum(self, group: dict[str, Any], mine: list[nn.Parameter]) -> Tensor:
+        """Nesterov momentum of this rank's matrices, (K, rows, cols)."""
+        g = torch.stack([p.grad for p in mine])
+        state = self.state[group["params"][0]]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(g)
+        buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(g)
+        return g.add_(buffer, alpha=group["momentum"])
+
+def parameter_groups(model: GPT) -> dict[str, list[str]]:
+    """Names by optimizer group: embed, muon, scalar, head. Every parameter is in exactly one."""
+    groups: dict[str, list[str]] = {"embed": [], "muon": [], "scalar": [], "head": []}
+    projections = ("ve_shared.proj.weight", "embed_proj.weight", "head_proj.weight")
+    for name, p in model.named_parameters():
+        in_block = name.startswith("blocks.")
+        if name in ("tok_emb.weight", "ve_shared.embed.weight"):
+            groups["embed"].append(name)
+        elif name == "lm_head.weight":
+            groups["head"].append(name)
+        elif is_control(name, model.hp) or (in_block and p.ndim < 2):
+            groups["scalar"].append(name)
+        elif (in_block and p.ndim == 2) or name in projections:
+            groups["muon"].append(name)
+        else:
+            raise SetupError(f"{name} is in no optimizer group; CONTROL_TENSOR_NAME_PATTERNS must cover it")
+    return groups
+
+class Optimizers:
+    """Muon for matrices, AdamW for tables, scalars and the untied head; all rates follow one factor."""
+
+    def __init__(self, model: GPT, world: World, orthogonalize: Orthogonalizer = newton_schulz) -> None:
+        hp, named = model.hp, dict(model.named_parameters())
+        groups = {key: [named[name] for name in names] for key, names in parameter_groups(model).items()}
+        table_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
+        adam_groups = [{"params": groups[key], "lr": lr, "weight_decay": decay}
+                       for key, lr, decay in (("embed", table_lr, hp.embed_wd), ("scalar", hp.scalar_lr, hp.adam_wd),
+                                              ("head", hp.head_lr, 0.0)) if groups[key]]
+        self.adam = torch.optim.AdamW(adam_groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps,
+                                      fused=world.device.type == "cuda")
+        self.muon = Muon(groups["muon"], hp.matrix_lr, hp.muon_wd, hp.muon_backend_steps, world, orthogonalize)
+        for group in self.adam.param_groups + self.muon.param_groups:
+            group["base_lr"] = group["lr"]
+
+    def step(self, lr_factor: float, momentum: float) -> None:
+        for group in self.adam.param_groups + self.muon.param_groups:
+            group["lr"] = group["base_lr"] * lr_factor
+        for group in self.muon.param_groups:
+            group["momentum"] = momentum
+        self.muon.step()
+        self.adam.step()
+
+    def reset(self) -> None:
+        """Forgets all moments, as if no step had been taken."""
+        self.adam.state.clear()
+        self.muon.state.clear()
+
+def lr_factor(progress: float, warmdown_frac: float, min_lr: float) -> float:
+    """1, then over the last `warmdown_frac` of the run linearly down to 0, never under `min_lr`."""
+    if warmdown_frac <= 0 or progress < 1 - warmdown_frac:
+        return 1.0
+    return max((1 - progress) / warmdown_frac, min_lr)
+
+def muon_momentum(step: int, hp: Hyperparameters) -> float:
+    if hp.muon_momentum_warmup_steps == 0:
+        return hp.muon_momentum
+    share = min(step / hp.muon_momentum_warmup_steps, 1.0)
+    return (1 - share) * hp.muon_momentum_warmup_start + share * hp.muon_momentum
+
+class EMA:
+    """fp32 average of the weights from their start on, no bias correction: shadow = d * shadow + (1 - d) * weights."""
+
+    def __init__(self, model: GPT, decay: float) -> None:
+        self.decay, self.weights = decay, [p.detach() for p in model.parameters()]
+        self.shadow = [w.float().clone() for w in self.weights]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_mul_(self.shadow, self.decay)
+        torch._foreach_add_(self.shadow, [w.float() for w in self.weights], alpha=1 - self.decay)
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        torch._foreach_copy_(self.weights, self.shadow)
+
+
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Score:
+    val_loss: float  # nats per token
+    val_bpb: float
+    seconds: float
+
+def sliding_windows(targets: int, seq_len: int, stride: int) -> np.ndarray:
+    """Rows (start, first, end): a window each `stride` scores its targets [first, end), counted from `start`.
+
+    The first scores all, a later one what the earlier ones left: each target once. stride = seq_len: no overlap.
+    """
+    start = np.arange(0, max(targets - seq_len + stride, 1), stride)
+    return np.stack([start, np.where(start == 0, 0, seq_len - stride), np.minimum(seq_len, targets - start)], axis=1)
+
+def pad_windows(windows: np.ndarray, count: int) -> np.ndarray:
+    """Repeats the last window, scoring nothing of it, so that every batch has one shape and nothing recompiles."""
+    start, _, end = windows[-1]
+    return np.concatenate([windows, np.tile([[start, end, end]], (count - len(windows), 1))])
+
+class Evaluator:
+    """Scores the validation set with the weights that the model has at the moment."""
+
+    def __init__(self, hp: Hyperparameters, plan: BatchPlan, world: World, val: ValidationSet,
+                 loss_function: Callable[..., Tensor]) -> None:
+        self.hp, self.plan, self.world, self.val, self.loss_function = hp, plan, world, val, loss_function
+        self.sum_dtype = torch.float32 if world.device.type == "mps" else torch.float64  # mps has no fp64
+        self._tokens = torch.from_numpy(val.tokens.astype(np.int32)).to(world.device)
+
+    def full(self) -> Score:
+        windows = sliding_windows(self.val.targets, self.hp.eval_seq_len, self.hp.eval_seq_len)
+        return self._score(windows, "validation")
+
+    def sliding(self) -> Score:
+        windows = sliding_windows(self.val.targets, self.hp.eval_seq_len, self.hp.eval_stride)
+        return self._score(windows, "sliding evaluation")
+
+    @torch.no_grad()
+    def _score(self, windows: np.ndarray, title: str) -> Score:
+        synchronize(self.world.device)
+        began = time.perf_counter()
+        share = rank_share(len(windows), self.world.rank, self.world.size)
+        windows = windows[share.start:share.stop]
+        batch = min(self.plan.eval_sequences, len(windows))  # always this shape: each shape would be compiled
+        sums = torch.zeros(2, dtype=self.sum_dtype, device=self.world.device)  # losses, number of scored targets
+        with tqdm(total=len(windows), desc=title, disable=None if self.world.is_main else True, leave=False) as bar:
+            for first in np.unique(windows[:, 1]):  # alike windows form batches: logits start at `first`
+                alike = windows[windows[:, 1] == first]
+                for at in range(0, len(alike), batch):
+                    part = pad_windows(alike[at:at + batch], batch)
+                    sums += self._batch_sums(torch.from_numpy(part).to(self.world.device), int(first))
+                    bar.update(len(alike[at:at + batch]))
+        loss_sum, scored = self.world.sum(sums).tolist()
+        assert scored == self.val.targets, f"{title} scored {scored:.0f} targets instead of {self.val.targets}"
+        loss = loss_sum / scored
+        return Score(loss, self.val.bits_per_byte(loss), time.perf_counter() - began)
+
+    def _batch_sums(self, windows: Tensor, first: int) -> Tensor:
+        """(2,) scored losses and their number of windows (B, 3) that start scoring at `first` or not at all."""
+        start, begin, end = windows.T[:, :, None]
+        length = self.hp.eval_seq_len
+        positions = (start + torch.arange(length + 1, device=windows.device)).clamp_max(self.val.targets)
+        tokens = self._tokens[positions].long()
+        losses = self.loss_function(tokens[:, :-1], tokens[:, 1:], first, "none")
+        column = torch.arange(first, length, device=windows.device)
+        scored = (column >= begin) & (column < end)
+        return torch.stack([torch.where(scored, losses, 0).to(self.sum_dtype).sum(), scored.sum()])
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+
+class Gradients:
+    """The gradients of a step, in one flat buffer per dtype: one all-reduce, one norm, and addresses that stay."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.groups: list[tuple[Tensor, list[nn.Parameter]]] = []
+        largest_first = sorted(parameters, key=lambda p: -p.numel())  # the odd sizes last: the others stay aligned
+        for dtype in dict.fromkeys(p.dtype for p in largest_first):
+            group = [p for p in largest_first if p.dtype == dtype]
+            sizes = [p.numel() for p in group]
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=group[0].device)
+            for p, piece in zip(group, flat.split(sizes)):
+                p.grad = piece.view_as(p)
+            self.groups.append((flat, group))
+
+    def add(self, loss: Tensor) -> None:
+        parameters = [p for _, group in self.groups for p in group]
+        found = dict(zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True)))  # skips may be unused
+        for _, group in self.groups:
+            used = [p for p in group if found[p] is not None]
+            torch._foreach_add_([p.grad for p in used], [found[p] for p in used])
+
+    def average(self, world: World) -> None:
+        """Mean over ranks: one all-reduce per dtype (137 MB at full size)."""
+        for flat, _ in self.groups if world.size > 1 else ():
+            world.sum(flat.div_(world.size))
+
+    def clip(self, largest_norm: float) -> None:
+        """Scales all so that the 2-norm of the whole is at most that."""
+        norms = torch.stack([torch.linalg.vector_norm(flat, dtype=torch.float32) for flat, _ in self.groups])
+        factor = (largest_norm / (norms.norm() + 1e-6)).clamp_max(1.0)
+        for flat, _ in self.groups:
+            flat.mul_(factor)
+
+    def zero(self) -> None:
+        for flat, _ in self.groups:
+            flat.zero_()
+
+class Trainer:
+    """The loop: warm-up whose effect is undone, then steps until the cap or the last iteration."""
+    def __init__(self, model: GPT, evaluator: Evaluator, train_paths: list[Path], log: RunLog,
+                 orthogonalize: Orthogonalizer) -> None:
+        self.model, self.hp, self.train_paths, self.evaluator, self.log = model, model.hp, train_paths, evaluator, log
+        self.plan, self.world, self.loss_function = evaluator.plan, evaluator.world, evaluator.loss_function
+        self.clock, self.steps_done, self.last_read_seconds = Stopwatch(), 0, 0.0
+        self.parameters = list(model.parameters())
+        self.gradients = Gradients(self.parameters)
+        self.optimizers = Optimizers(model, self.world, orthogonalize)
+        size = (self.plan.micro_sequences, self.hp.train_seq_len)
+        self.inputs, self.targets = (torch.zeros(size, dtype=torch.int64, device=self.world.device) for _ in range(2))
+        self.loss = torch.zeros((), device=self.world.device)  # the mean over a step's micro-batches
+        self.run_micro_batch = self.micro_batch
+
+    def open_data(self) -> contextlib.closing[Prefetcher]:
+        loader = CoprimeLoader(self.train_paths, self.hp.train_seq_len, self.plan.draw_windows, self.world.rank,
+                               self.world.size, self.hp.vocab_size)
+        return contextlib.closing(Prefetcher(loader, self.world.device, self.clock))
+
+    @contextlib.contextmanager
+    def on_the_clock(self) -> Iterator[Prefetcher]:
+        """A new reader while the clock runs; notes when it last read."""
+        synchronize(self.world.device)
+        self.clock.start()
+        with self.open_data() as data:
+            yield data
+        synchronize(self.world.device)
+        self.clock.stop()
+        self.last_read_seconds = data.last_read_seconds
+
+    def step(self, data: Prefetcher, step: int, factor: float) -> Callable[[], float]:
+        """Queues one optimizer step; the returned call waits for this rank's mean loss, not for the optimizers."""
+        self.gradients.zero()
+        self.loss.zero_()
+        for _ in range(self.plan.grad_accum_steps):
+            inputs, targets = data.next()
+            self.inputs.copy_(inputs)
+            self.targets.copy_(targets)
+            self.run_micro_batch()
+        mean_loss = self.world.fetch(self.loss)
+        self.gradients.average(self.world)
+        if self.hp.grad_clip_norm > 0:
+            self.gradients.clip(self.hp.grad_clip_norm)
+        self.optimizers.step(factor, muon_momentum(step, self.hp))
+        return mean_loss
+
+    def micro_batch(self) -> None:
+        """Forward and backward of what is in `inputs` and `targets`; adds to the loss and the gradients."""
+        loss = self.loss_function(self.inputs, self.targets) / self.plan.grad_accum_steps
+        self.gradients.add(loss)
+        self.loss += loss.detach()
+
+    def record_graph(self) -> None:
+        """On a GPU, makes one launch of the micro-batch's several hundred: the gaps between kernels shrink."""
+        if self.world.device.type != "cuda":
+            return
+        torch.cuda.empty_cache()  # the graph has memory of its own, as much as the steps before it took
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the reader pins memory meanwhile
+            self.micro_batch()
+        self.run_micro_batch = graph.replay
+
+    def warm_up(self) -> None:
+        """Compiles and settles everything on real shapes, then puts weights and optimizers back to their start."""
+        before, steps = [p.detach().clone() for p in self.parameters], self.hp.warmup_steps
+        with self.open_data() as data:
+            for step in range(1, steps + 1):
+                self._agree(self.step(data, step - 1, 1.0), f"warm-up step {step}")
+                if step == 1:
+                    self.record_graph()
+                if step <= 6 or step % 10 == 0 or step == steps:
+                    self.log(f"warmup_step: {step}/{steps}")
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, before)
+        self.optimizers.reset()
+
+    def fit(self) -> EMA:
+        """Trains; returns the averaged weights. The clock holds everything but validation."""
+        hp, cap, seconds, ema = self.hp, self.hp.train_cap_seconds, 0.0, EMA(self.model, self.hp.ema_decay)
+        log_validation(self.log, hp, 0, self.evaluator.full())
+        bar = tqdm(range(hp.iterations), "training", leave=False, disable=None if self.world.is_main else True)
+        with bar, self.on_the_clock() as data:
+            for step in bar:
+                factor = lr_factor(seconds / cap if cap else step / hp.iterations, hp.warmdown_frac, hp.min_lr)
+                loss = self.step(data, step, factor)
+                ema.update()
+                seconds, mean_loss = self._agree(loss, f"step {step + 1}")
+                self.steps_done = step + 1
+                self._log_step(mean_loss, seconds, factor, data)
+                if cap and seconds >= cap:
+                    break
+                if hp.val_loss_every and self.steps_done % hp.val_loss_every == 0 and self.steps_done < hp.iterations:
+                    synchronize(self.world.device)
+                    self.clock.stop()
+                    log_validation(self.log, hp, self.steps_done, self.evaluator.full())
+                    self.clock.start()
+        self._report_end(self.clock.seconds, data)
+        return ema
+
+    def _agree(self, loss: Callable[[], float], where: str) -> tuple[float, float]:
+        """Waits for the loss; the slowest rank's seconds and the mean loss over ranks, equal on every rank."""
+        value = loss()
+        seconds, losses = zip(*self.world.gather([self.clock.seconds, value]))
+        if broken := [rank for rank, loss_here in enumerate(losses) if not math.isfinite(loss_here)]:
+            raise DivergedError(f"loss not finite at {where} on ranks {broken}; lower MATRIX_LR or TIED_EMBED_LR")
+        return max(seconds), sum(losses) / len(losses)
+
+    def _log_step(self, loss: float, seconds: float, factor: float, data: Prefetcher) -> None:
+        step, every = self.steps_done, self.hp.train_log_every
+        if not every or (step > 5 and step % every):
+            return
+        tokens = step * self.hp.train_batch_tokens
+        self.log(f"{step}/{self.hp.iterations} train_loss: {loss:.4f} train_time: {seconds / 60:.1f}m "
+                 f"tok/s: {tokens / seconds:.0f}")
+        self.log.record("step", step=step, train_loss=loss, train_seconds=seconds, tokens=tokens, lr_factor=factor,
+                        tokens_per_second=tokens / seconds, loader_wait_seconds=data.wait_seconds)
+
+    def _report_end(self, seconds: float, data: Prefetcher) -> None:
+        step, hp, waited = self.steps_done, self.hp, data.wait_seconds
+        if step < hp.iterations:
+            self.log(f"stopping_early: wallclock_cap train_time: {1000 * seconds:.0f}ms step: {step}/{hp.iterations}")
+        self.log("peak memory allocated: {} MiB reserved: {} MiB".format(*peak_memory_mib(self.world.device)))
+        warning = " WARNING: over 2%: the disk or the CPU is too slow" * (waited > 0.02 * seconds)
+        self.log(f"loader_wait: {waited:.2f}s ({waited / seconds:.1%} of training){warning}")
+        if step * (1 - hp.ema_decay) < 5:
+            share = f"{hp.ema_decay ** step:.0%} initial weights"
+            self.log(f"WARNING: EMA_DECAY={hp.ema_decay} averages {share} after only {step} steps; lower it")
+
+def log_validation(log: RunLog, hp: Hyperparameters, step: int, score: Score) -> None:
+    log(f"{step}/{hp.iterations} val_loss: {score.val_loss:.4f} val_bpb: {score.val_bpb:.4f}")
+    log.record("validation", step=step, val_loss=score.val_loss, val_bpb=score.val_bpb, eval_seconds=score.seconds)
+
+
+# ---- Quantisation ----------------------------------------------------------------------------------------------------
+
+INT6_MAX, INT8_MAX = 31, 127
+INT6_CLIP_QUANTILES = (0.9990, 0.9995, 0.9999, 0.99999, 1.0)
+INT8_CLIP_QUANTILE = 0.9999984
+PASSTHROUGH_MAX_ELEMENTS = 65_536  # smaller tensors stay fp16: their share of the artifact is under 1 %
+GPTQ_BLOCK = 128
+GPTQ_DAMPING = (0.01, 0.1, 1.0)  # times the mean diagonal; more only when the Hessian does not factor
+
+def storage_class(name: str, tensor: Tensor, hp: Hyperparameters) -> str:
+    """How a tensor is stored: passthrough (fp16 or integers), passthrough_ctrl (fp32), int6 or int8."""
+    if not tensor.is_floating_point() or tensor.numel() <= PASSTHROUGH_MAX_ELEMENTS:
+        return "passthrough"
+    if is_control(name, hp):
+        return "passthrough_ctrl"
+    return "int6" if ".attn." in name or ".mlp." in name or name == "ve_shared.proj.weight" else "int8"
+
+def row_quantiles(weight: Tensor, quantiles: tuple[float, ...]) -> Tensor:
+    """Quantiles of |w| along each row of (R, C), fp32 (len(quantiles), R); torch.quantile takes 16 million at most."""
+    q = torch.tensor(quantiles, dtype=torch.float32, device=weight.device)
+    parts = weight.float().abs().split(max(1, 2**23 // weight.size(1)))
+    return torch.cat([torch.quantile(part, q, dim=1) for part in parts], dim=1)
+
+def int6_row_scales(weight: Tensor, coarseness: float = 1.0) -> Tensor:
+    """Candidate scales of (R, C), one set of R per clip quantile, fp32 values representable in fp16: (5, R).
+
+    The recipe's scales times `coarseness`, which trades precision for bytes.
+    """
+    clip = row_quantiles(weight, INT6_CLIP_QUANTILES)
+    return ((clip / INT6_MAX).clamp_min(1 / INT6_MAX) * coarseness).half().float()
+
+def best_candidate(weight: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Of codes (5, R, C) with scales (5, R), the first with the least mean squared error: int8 (R, C), fp16 (R)."""
+    errors = (weight - codes * scales[..., None]).square().mean(dim=(1, 2))
+    best = int(errors.argmin())
+    return codes[best].to(torch.int8), scales[best].half()
+
+def quantize_int6_rows(weight: Tensor, coarseness: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Row search without a Hessian: (R, C) -> codes int8 in +-31 and scales fp16 (R)."""
+    weight, scales = weight.float(), int6_row_scales(weight, coarseness)
+    codes = (weight / scales[..., None]).round().clamp(-INT6_MAX, INT6_MAX)
+    return best_candidate(weight, codes, scales)
+
+def quantize_int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(R, C) -> codes int8 in +-127 and scales fp16 (R). Each row is clipped at a quantile; the fp32 scale rounds."""
+    weight = weight.float()
+    clip = row_quantiles(weight, (INT8_CLIP_QUANTILE,)).T
+    scale = (clip / INT8_MAX).clamp_min(1 / INT8_MAX)
+    codes = (weight.clamp(-clip, clip) / scale).round().clamp(-INT8_MAX, INT8_MAX)
+    return codes.to(torch.int8), scale.squeeze(1).half()
+
+@dataclass(frozen=True)
+class HessianFactor:
+    """Upper Cholesky factor (C, C) of the damped inverse Hessian, columns in `order`; `dead` (C) bool have no input."""
+
+    upper: Tensor
+    order: Tensor
+    dead: Tensor
+    damping: float
+
+def factor_hessian(hessian: Tensor) -> HessianFactor | None:
+    """Factor of a (C, C) fp32 Hessian, damped, if need be more; None when that does not help."""
+    hessian = hessian.float().clone()
+    diagonal = hessian.diagonal()
+    dead = diagonal == 0
+    diagonal[dead] = 1.0
+    mean, before = diagonal.mean(), diagonal.clone()
+    for damping in GPTQ_DAMPING:
+        diagonal.copy_(before + damping * mean)
+        order = diagonal.argsort(descending=True)
+        lower, failed = torch.linalg.cholesky_ex(hessian[order][:, order])
+        if int(failed) or not bool(lower.isfinite().all()):
+            continue
+        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not int(failed) and bool(upper.isfinite().all()):
+            return HessianFactor(upper, order, dead, damping)
+    return None
+
+def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor) -> Tensor:
+    """Rounds (K, N, C) column by column, each error spread over later columns (GPTQ, Frantar et al. 2023).
+
+    `scales` (K, N) fp32, `upper` (K, C, C); returns integer codes as fp32. All in full fp32, TF32 off.
+    """
+    weight, codes = weight.clone(), torch.empty_like(weight)
+    scales = scales[..., None]
+    for start in range(0, weight.size(2), GPTQ_BLOCK):
+        end = min(start + GPTQ_BLOCK, weight.size(2))
+        block, within = weight[:, :, start:end].clone(), upper[:, start:end, start:end]
+        errors = torch.empty_like(block)
+        for j in range(end - start):
+            column = block[:, :, j:j + 1]
+            q = (column / scales).round_().clamp_(-INT6_MAX, INT6_MAX)
+            errors[:, :, j:j + 1] = error = (column - q * scales) / within[:, j:j + 1, j:j + 1]
+            codes[:, :, start + j:start + j + 1] = q
+            block[:, :, j + 1:] -= error * within[:, j:j + 1, j + 1:]
+        weight[:, :, end:] -= errors @ upper[:, start:end, end:]
+    return codes
+
+def quantize_int6_gptq(weights: list[Tensor], factors: list[HessianFactor],
+                       coarseness: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+    """GPTQ of all matrices of one shape (R, C) at once, the five clip candidates as further rows."""
+    candidates = torch.stack([int6_row_scales(w, coarseness) for w in weights])  # with dead columns
+    ordered = torch.stack([w.float().masked_fill(f.dead, 0.0)[:, f.order] for w, f in zip(weights, factors)])
+    count, clips = len(weights), candidates.size(1)
+    codes = gptq_codes(ordered.repeat(1, clips, 1), candidates.flatten(1), torch.stack([f.upper for f in factors]))
+    codes = codes.unflatten(1, (clips, -1))
+    results = []
+    for k in range(count):
+        restored = torch.empty_like(codes[k])
+        restored[:, :, factors[k].order] = codes[k]
+        results.append(best_candidate(weights[k].float(), restored, candidates[k]))
+    return results
+
+@contextlib.contextmanager
+def full_fp32() -> Iterator[None]:
+    """TF32 off: GPTQ's error feedback needs all 24 bits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+@dataclass
+class Quantized:
+    """`tensors` and `meta` of an artifact; which matrices GPTQ did, needed more damping for, or could not do."""
+
+    tensors: dict[str, Tensor]
+    meta: dict[str, Any]
+    gptq: list[str]
+    damped: list[str]
+    fallback: list[str]
+
+def quantize_matrices(matrices: dict[str, Tensor], hessians: dict[str, Tensor], coarseness: float,
+                      world: World) -> tuple[dict, dict[str, float]]:
+    """int6 codes and scales by name, and the damping of each that GPTQ did; the others are row-searched.
+
+    Each rank does its share of every shape; sums with the others' zeros hand all results to all ranks.
+    """
+    by_shape = defaultdict(list)
+    for name, matrix in matrices.items():
+        by_shape[matrix.shape].append(name)
+    results, damping = {}, dict.fromkeys(matrices, 0.0)
+    for group in by_shape.values():
+        mine = group[world.rank::world.size]
+        factors = {n: f for n in mine if n in hessians and (f := factor_hessian(hessians[n])) is not None}
+        results |= {name: quantize_int6_rows(matrices[name], coarseness) for name in mine if name not in factors}
+        if factors:
+            done = quantize_int6_gptq([matrices[n] for n in factors], list(factors.values()), coarseness)
+            results |= zip(factors, done)
+        damping |= {name: factor.damping for name, factor in factors.items()}
+    if world.size > 1:
+        for name, w in matrices.items():
+            empty = w.new_zeros(w.shape, dtype=torch.int8), w.new_zeros(w.shape[0], dtype=torch.float16)
+            results[name] = tuple(world.sum(part) for part in results.get(name, empty))
+        total = world.sum(torch.tensor(list(damping.values()), device=world.device))
+        damping = dict(zip(damping, total.tolist()))
+    return results, {name: value for name, value in damping.items() if value}
+
+@torch.no_grad()
+def quantize_state(state: Mapping[str, Tensor], hessians: dict[str, Tensor], hp: Hyperparameters,
+                   coarseness: float = 1.0, world: World = World()) -> Quantized:
+    """Every tensor of a state dict in its storage class, in state-dict order; results are on the CPU."""
+    classes = {name: storage_class(name, t, hp) for name, t in state.items()}
+    with full_fp32():
+        matrices = {name: state[name] for name, kind in classes.items() if kind == "int6"}
+        int6, gptq = quantize_matrices(matrices, hessians, coarseness, world)
+    tensors: dict[str, Tensor] = {}
+    meta: dict[str, Any] = {}
+    for name, tensor in state.items():
+        kind = meta[name] = classes[name]
+        if kind == "passthrough":
+            tensors[name] = (tensor.half() if tensor.is_floating_point() else tensor).cpu()
+        elif kind == "passthrough_ctrl":
+            tensors[name] = tensor.float().cpu()
+        else:
+            codes, scale = int6[name] if kind == "int6" else quantize_int8_rows(tensor)
+            tensors[f"{name}.q"], tensors[f"{name}.scale"] = codes.cpu().contiguous(), scale.cpu().contiguous()
+            method = {"method": "gptq" if name in gptq else "clip_search"} if kind == "int6" and hp.gptq_enabled else {}
+            meta[name] = {"type": kind, **method}
+    damped = [name for name, damping in gptq.items() if damping > 2 * GPTQ_DAMPING[0]]
+    return Quantized(tensors, meta, list(gptq), damped, [name for name in hessians if name not in gptq])
+
+class HessianCollector:
+    """Sums X^T X of the inputs of every linear that GPTQ will do; c_q, c_k and c_v share their block's input."""
+
+    def __init__(self, model: GPT) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.sources: dict[str, str] = {}  # weight -> module whose input it multiplies
+        self._hooks = []
+        for name, module in model.named_modules():
+            weight = f"{name}.weight"
+            if not name.startswith("blocks.") or not isinstance(module, Linear):
+                continue
+            if storage_class(weight, module.weight, model.hp) != "int6":
+                continue
+            source = self.sources[weight] = re.sub(r"\.c_[qkv]$", "", name)
+            if source not in self.sums:
+                width = module.weight.size(1)
+                self.sums[source] = torch.zeros(width, width, device=module.weight.device)
+                owner = re.sub(r"(\.mlp)\.(fc|proj)$", r"\1", source)  # the fused MLP does not call its parts
+                self._hooks.append(model.get_submodule(owner).register_forward_pre_hook(self._adder(source)))
+
+    def _adder(self, source: str) -> Callable[[nn.Module, tuple[Tensor]], None]:
+        def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            x = leaky_square(module.fc(inputs[0])) if source.endswith(".mlp.proj") else inputs[0]
+            x = x.flatten(0, -2).float()
+            self.sums[source].addmm_(x.T, x)
+        return add
+
+    def finish(self, batches: int, world: World) -> dict[str, Tensor]:
+        """Mean over all ranks' batches by weight name; removes the hooks. Zeros would mean that they never ran."""
+        for hook in self._hooks:
+            hook.remove()
+        batches = sum(row[0] for row in world.gather([batches]))
+        for source, total in self.sums.items():
+            world.sum(total).div_(max(batches, 1))
+            assert float(total.diagonal().sum()) != 0, f"no activation reached {source} during calibration"
+        return {weight: self.sums[source] for weight, source in self.sources.items()}
+
+@torch.no_grad()
+def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog, world: World) -> dict[str, Tensor]:
+    """Hessians of the uncompiled model over the first calibration batches of a new stream, inside the cap.
+
+    The clock runs. Stops early, saying so, when one more batch as slow as the slowest would pass the cap.
+    """
+    hp, collector = model.hp, HessianCollector(model)
+    began = clock.seconds
+    slowest, batches = 0.0, 0
+    while batches < hp.gptq_calibration_batches and collector.sums:
+        if 0 < hp.max_wallclock_seconds < clock.seconds + slowest and batches:
+            log(f"WARNING: only {batches} of {hp.gptq_calibration_batches} calibration batches fit into the cap; raise "
+                "GPTQ_RESERVE_SECONDS or lower GPTQ_CALIBRATION_BATCHES")
+            break
+        start = clock.seconds
+        inputs, _ = data.next()
+        model.hidden(inputs)
+        synchronize(inputs.device)
+        slowest, batches = max(slowest, clock.seconds - start), batches + 1
+    hessians = collector.finish(batches, world)
+    log(f"GPTQ:collected {len(hessians)} Hessians in {clock.seconds - began:.1f}s")
+    if world.size > 1:
+        log(f"GPTQ: Hessians are means over {world.size} ranks; the published script takes those of rank 0")
+    return hessians
+
+
+# ---- Artifact --------------------------------------------------------------------------------------------------------
+
+SHUFFLE_MAGIC, SHUFFLE_STRIDE = b"BSHF", 2
+XZ_MAGIC = b"\xfd7zXZ\x00"
+
+def byte_shuffle(data: bytes) -> bytes:
+    """Magic, stride, then bytes 0, 2, 4, ..., then 1, 3, 5, ...: fp16 high bytes compress better side by side."""
+    if len(data) < SHUFFLE_STRIDE:
+        return data
+    return SHUFFLE_MAGIC + bytes([SHUFFLE_STRIDE]) + b"".join(data[i::SHUFFLE_STRIDE] for i in range(SHUFFLE_STRIDE))
+
+def byte_unshuffle(data: bytes) -> bytes:
+    """Inverse of `byte_shuffle`; data without its magic comes back as it is. Raises ArtifactError on a stride of 0."""
+    head = len(SHUFFLE_MAGIC)
+    if not data.startswith(SHUFFLE_MAGIC) or len(data) == head:
+        return data
+    stride, body = data[head], data[head + 1:]
+    if stride == 0:
+        raise ArtifactError("byte shuffle with stride 0: the artifact is damaged")
+    out = bytearray(len(body))
+    for i in range(stride):
+        count = len(out[i::stride])
+        out[i::stride], body = body[:count], body[count:]
+    return bytes(out)
+
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+def import_brotli() -> Any:
+    """The module, which only its users need. Raises SetupError."""
+    try:
+        import brotli
+    except ImportError as error:
+        raise SetupError(f"{error}; pip install brotli, or set COMPRESSOR=lzma") from None
+    return brotli
+
+def compress(data: bytes, compressor: str) -> bytes:
+    return lzma.compress(data, preset=6) if compressor == "lzma" else import_brotli().compress(data, quality=11)
+
+def decompress(data: bytes) -> bytes:
+    """Inverse of `compress`; the format is read from the data. Raises ArtifactError."""
+    codec = lzma.LZMADecompressor(lzma.FORMAT_XZ) if data.startswith(XZ_MAGIC) else import_brotli()
+    try:
+        raw = codec.decompress(data)
+        if data.startswith(XZ_MAGIC) and (not codec.eof or codec.unused_data):
+            raise ValueError("it is cut off, or something follows its end")
+        return raw
+    except Exception as error:  # noqa: BLE001 - brotli.error is no fixed class over versions
+        raise ArtifactError(f"it is neither brotli nor xz, or damaged ({type(error).__name__}: {error})") from None
+
+def pack_artifact(quantized: Quantized, compressor: str) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"w": quantized.tensors, "m": quantized.meta}, buffer)
+    return compress(byte_shuffle(buffer.getvalue()), compressor)
+
+def unpack_artifact(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and meta of an artifact; only tensors and plain containers are loaded. Raises ArtifactError."""
+    raw = io.BytesIO(byte_unshuffle(decompress(data)))
+    try:
+        if broken := zipfile.ZipFile(raw).testzip():  # brotli has no checksum; torch.load ignores the zip's
+            raise ValueError(f"checksum of {broken} does not match")
+        raw.seek(0)
+        content = torch.load(raw, map_location="cpu", weights_only=True)
+        tensors, meta = dict(content["w"]), dict(content["m"])
+        plain = all(isinstance(t, Tensor) and t.layout == torch.strided for t in tensors.values())
+        if not plain or not all(isinstance(name, str) for name in (*tensors, *meta)):
+            raise TypeError("w must hold plain tensors, all names must be text")
+        return tensors, meta
+    except Exception as error:  # noqa: BLE001 - a damaged zip or pickle fails in many ways, which mean the same
+        raise ArtifactError(f"its content is damaged ({type(error).__name__}: {first_line(error)})") from None
+
+def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with the names, shapes and dtypes of `like`. Raises ArtifactError when they belong to another model."""
+    remedy = "set the variables that it was trained with"
+    if names := sorted(set(like) ^ set(meta)):
+        raise ArtifactError(f"it belongs to another model, {names[:3]} are not in both; {remedy}")
+    state = {}
+    for name, target in like.items():
+        whole, shape = isinstance(meta[name], str), target.shape
+        parts = {name: shape} if whole else {f"{name}.q": shape, f"{name}.scale": shape[:1]}
+        for part, needed in parts.items():
+            if (found := tensors[part].shape if part in tensors else None) != needed:
+                raise ArtifactError(f"{part} has shape {found}, this model needs {needed}; {remedy}")
+        value, *scale = (tensors[part].float() for part in parts)
+        value = value * scale[0][:, None] if scale else value
+        if not bool(value.isfinite().all()):
+            raise ArtifactError(f"{name} holds values that are not finite: the artifact is damaged")
+        state[name] = value.to(target.dtype)
+    return state
+
+@torch.no_grad()
+def load_weights(model: GPT, state: Mapping[str, Tensor]) -> None:
+    """Copies a full state dict into the model's own tensors, so that compiled code stays valid."""
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(state[name])
+
+BYTES_PER_WEIGHT = {"int6": 0.42, "int8": 0.88, "passthrough": 1.8, "passthrough_ctrl": 3.6}  # in published runs
+
+
+# ---- Run: from settings to a scored artifact -------------------------------------------------------------------------
+
+SUMMARY_FORMATS = {
+    "val_bpb": ".8f", "val_loss": ".8f", "pre_quant_val_bpb": ".8f", "int6_val_bpb": ".8f", "train_seconds": ".1f",
+    "hessian_seconds": ".1f", "train_data_last_read_seconds": ".1f", "eval_seconds": ".1f", "total_seconds": ".1f",
+    "steps": "d", "tokens": "d", "tokens_per_second": ".0f", "peak_memory_mib": "d", "code_bytes": "d",
+    "model_bytes": "d", "total_bytes": "d", "headroom_bytes": "d", "int6_scale_factor": ".4f", "parameters": "d"}
+
+class Run:
+    """One run on one rank: checks first, then train, write, re-read and score, then the summary."""
+    def __init__(self, hp: Hyperparameters, environ: Mapping[str, str]) -> None:
+        self.began, self.hp, self.source = time.perf_counter(), hp, Path(__file__).read_bytes()
+        self.run_id, self.output = hp.run_id or str(uuid.uuid4()), Path(hp.output_dir)
+        self.logs, self.artifact = self.output / "logs", self.output / "final_model.int6.ptz"
+        self.results: dict[str, Any] = {}
+        self.failure: RunError | None = None
+        self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
+        compress(b"", hp.compressor)  # raises when its module is missing
+        self.val = load_validation(hp, byte_tables(load_tokenizer(hp)))
+        self.train_paths = [] if hp.eval_only else check_train_shards(hp)
+        if hp.eval_only and not Path(hp.eval_only).is_file():
+            raise SetupError(f"EVAL_ONLY={hp.eval_only}: no such file")
+        self.world = join_world(hp, environ)
+        torch.set_float32_matmul_precision("high")  # TF32 for fp32 products
+        dtype, dtype_reason = choose_dtype(hp.precision, self.world.device)
+        compiled, why = choose_compile(hp.compile, self.world.device)
+        self.compile = partial(torch.compile, dynamic=False, fullgraph=True) if compiled else lambda function: function
+        attend, attention = choose_attention(hp, self.world.device, dtype)
+        ops, kernels = choose_operations(hp, attend, self.world.device, dtype)
+        self.model = build_model(hp, ops, self.world.device, dtype)
+        parameter_groups(self.model)  # raises when a parameter has no optimizer
+        self.world.broadcast_weights(self.model)
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.evaluator = Evaluator(hp, self.plan, self.world, self.val, self.compile(self.model))
+        self.log = self.open_log()
+        self.log_head()
+        self.log_choices(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, kernels,
+                         f"{int(compiled)} ({why})")
+        for name in sorted(set(IGNORED_SETTINGS) & set(environ)):
+            self.log(f"WARNING: {name} is set, but nothing reads it; the published script ignores it too")
+
+    def open_log(self) -> RunLog:
+        """Rank 0 proves that it can write where it must and opens the log; a failure reaches every rank."""
+        log, problem = RunLog(None, self.run_id), None
+        need = 5 * sum(t.numel() * t.element_size() for t in self.model.state_dict().values()) // 4
+        try:
+            if self.world.is_main:
+                self.logs.mkdir(parents=True, exist_ok=True)
+                write_file(self.output / ".writable", b"")
+                (self.output / ".writable").unlink()
+                if (free := shutil.disk_usage(self.output).free) < need:
+                    raise OSError(f"{free} bytes are free, the model files need {need}")
+                for path in (self.logs / f"{self.run_id}.{ending}" for ending in ("txt", "jsonl", "int6.ptz")):
+                    if path.exists():
+                        raise OSError(f"{path} exists and is kept")
+                log = RunLog(self.logs, self.run_id)
+        except OSError as error:
+            problem = f"cannot write RUN_ID={self.run_id} to OUTPUT_DIR={self.output}: {error}; choose another"
+        if problem := self.world.broadcast_object(problem):
+            raise SetupError(problem)
+        return log
+
+    def log_head(self) -> None:
+        """Settings, source, versions and GPUs: the file alone is enough to repeat the run."""
+        hp, rule = self.hp, "=" * 100
+        values = asdict(hp) | {
+            "run_id": self.run_id, "rank": self.world.rank, "world_size": self.world.size,
+            "grad_accum_steps": self.plan.grad_accum_steps, "logfile": self.logs / f"{self.run_id}.txt",
+            "datasets_dir": hp.dataset_dir, "train_files": hp.dataset_dir / "fineweb_train_*.bin",
+            "val_files": hp.dataset_dir / "fineweb_val_*.bin", "tokenizer_path": hp.tokenizer_path,
+            "model_path": self.output / "final_model.pt", "quantized_model_path": self.artifact}
+        texts = {name: format_setting(value) for name, value in values.items()}
+        lines = [rule, "Hyperparameters:", *(f"  {name}: {texts[name]}" for name in sorted(texts)),
+                 self.source.decode("utf-8"), rule, f"Running Python {sys.version}",
+                 f"Running PyTorch {torch.__version__}", gpu_report(), rule]
+        self.log("\n".join(lines), console=False)
+        self.log.record("settings", **texts)
+
+    def log_choices(self, dtype: str, attention: str, kernels: str, compile: str) -> None:
+        hp, world, plan = self.hp, self.world, self.plan
+        device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+        estimate = len(self.source) + sum(
+            t.numel() * BYTES_PER_WEIGHT[storage_class(name, t, hp)] for name, t in self.model.state_dict().items())
+        self.log(f"""machine: {world.size} x {device}, PyTorch {torch.__version__}, {dtype}
+attention: {attention}
+kernels: {kernels}
+compile: {compile}
+train_shards: {len(self.train_paths)}
+val_tokens: {self.val.targets}
+val_bytes: {self.val.target_bytes} ({self.val.note})
+batch: {hp.train_batch_tokens} tokens = {world.size} ranks x {plan.grad_accum_steps} micro-batches x \
+{plan.micro_sequences} sequences of {hp.train_seq_len}
+tokenizer: {hp.tokenizer_path.stat().st_size} bytes (the rules do not count it)
+model_params:{self.parameters}
+artifact estimate: {estimate / 1e6:.1f} MB of {SIZE_CAP_BYTES / 1e6:.1f} (weight decay decides)
+sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
+
+    def train(self) -> None:
+        """Training, Hessians, quantisation; ends with the artifact on disk, before anything of it is evaluated."""
+        hp = self.hp
+        trainer = Trainer(self.model, self.evaluator, self.train_paths, self.log, self.compile(newton_schulz))
+        if hp.train_cap_seconds and hp.gptq_enabled:
+            self.log(f"gptq:reserving {hp.gptq_reserve_seconds:g}s, effective={1000 * hp.train_cap_seconds:.0f}ms")
+        try:
+            trainer.warm_up()
+        except torch.OutOfMemoryError as error:
+            micro = self.plan.micro_sequences
+            fits = [n * hp.train_seq_len for n in range(1, micro) if micro % n == 0]
+            raise SetupError(f"{first_line(error)}; set MICRO_BATCH_TOKENS to one of {fits}") from None
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.world.device)
+        self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step, with compile and warm-up")
+        averaged = trainer.fit()
+        self.raw = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        averaged.copy_to_model()
+        train_seconds = trainer.clock.seconds
+        hessian_seconds = self.write_artifact(trainer)
+        tokens = trainer.steps_done * hp.train_batch_tokens
+        self.results |= {"train_seconds": train_seconds + hessian_seconds, "hessian_seconds": hessian_seconds,
+                         "steps": trainer.steps_done, "tokens": tokens, "tokens_per_second": tokens / train_seconds}
+        cap, last = hp.max_wallclock_seconds, max(self.world.gather([trainer.last_read_seconds]))[0]
+        self.log(f"training data last read at {last:.1f}s of the clock, {f'cap {cap:.1f}s' if cap > 0 else 'no cap'}")
+        self.results["train_data_last_read_seconds"] = last
+        if 0 < cap < last:
+            self.failure = ClockError(f"data read at {last:.1f}s, past the cap of {cap}s; raise GPTQ_RESERVE_SECONDS")
+
+    def write_artifact(self, trainer: Trainer) -> float:
+        """All ranks collect Hessians on the clock and quantise; rank 0 writes the averaged weights and the artifact."""
+        before, hessians, checkpoint = trainer.clock.seconds, {}, io.BytesIO()
+        if self.world.is_main:
+            torch.save({name: t.cpu() for name, t in self.model.state_dict().items()}, checkpoint)
+            try:
+                write_file(self.output / "final_model.pt", checkpoint.getvalue())
+                self.log(f"Serialized model: {len(checkpoint.getvalue())} bytes")
+            except OSError as error:  # a disk too full for it must not cost the artifact
+                self.log(f"WARNING: final_model.pt was not written ({error})")
+        self.log(f"Code size: {len(self.source)} bytes")
+        if self.hp.gptq_enabled:
+            with trainer.on_the_clock() as data:
+                hessians = collect_hessians(self.model, data, trainer.clock, self.log, self.world)
+        self.write_quantized(hessians)
+        return self.world.broadcast_object(trainer.clock.seconds - before)
+
+    def write_quantized(self, hessians: dict[str, Tensor]) -> None:
+        quantized, data = self.quantize_to_fit(hessians)
+        if self.hp.gptq_enabled:
+            done, left = len(quantized.gptq), len(quantized.fallback)
+            self.log(f"GPTQ quantization: {done} layers with full GPTQ, {left} fallback to clip-search")
+        for what, names in (("needed more damping", quantized.damped), ("got plain row search", quantized.fallback)):
+            if names:
+                self.log(f"WARNING: {len(names)} Hessians did not factor and {what}: {', '.join(names)}")
+        if not self.world.is_main:
+            return
+        write_file(self.artifact, data)
+        with contextlib.suppress(OSError):  # the next run replaces the artifact; under this name the file stays
+            os.link(self.artifact, self.logs / f"{self.run_id}.int6.ptz")
+        label, size = f"int6+{self.hp.compressor}", len(data)
+        self.log(f"sha256 of the artifact: {hashlib.sha256(data).hexdigest()}\nSerialized model {label}: {size} bytes\n"
+                 f"Total submission size {label}: {size + len(self.source)} bytes")
+
+    def quantize_to_fit(self, hessians: dict[str, Tensor]) -> tuple[Quantized, bytes]:
+        """Quantises and packs; while over TARGET_TOTAL_BYTES, again with coarser int6 scales, the same on every run."""
+        coarseness, target = 1.0, self.hp.target_total_bytes
+        for _ in range(6):
+            began = time.perf_counter()
+            quantized = quantize_state(self.model.state_dict(), hessians, self.hp, coarseness, self.world)
+            packing = time.perf_counter()
+            if not all(bool(t.isfinite().all()) for t in quantized.tensors.values()):
+                raise DivergedError("weights not finite or too large for fp16; lower MATRIX_LR or TIED_EMBED_LR")
+            data = pack_artifact(quantized, self.hp.compressor) if self.world.is_main else b""
+            self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s")
+            self.results["int6_scale_factor"] = coarseness
+            total = self.world.broadcast_object(len(data)) + len(self.source)
+            codes = sum(t.numel() for name, t in quantized.tensors.items() if name.endswith(".q"))
+            if not 0 < target < total or not codes:
+                break
+            # Doubling the scales saves about a bit per int6 weight; a margin and more tries cover what it saves less.
+            coarseness *= 2 ** (8 * (1.1 * (total - target) + 2000) / codes)
+            self.log(f"WARNING: {total} is over TARGET_TOTAL_BYTES={target}; again with scales x {coarseness:.4f}")
+        return quantized, data
+
+    def score(self) -> None:
+        """Scores raw and averaged weights when there was training, then the artifact re-read from disk."""
+        if not self.hp.eval_only:
+            averaged = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+            load_weights(self.model, self.raw)
+            log_validation(self.log, self.hp, self.results["steps"], self.evaluator.full())
+            load_weights(self.model, averaged)
+            self.evaluate("pre-quantization post-ema", "pre_quant", self.evaluator.full)
+        began = time.perf_counter()
+        self.load_artifact(Path(self.hp.eval_only or self.artifact))
+        final = self.evaluate("final_int6_roundtrip", "int6", self.evaluator.full)
+        if self.hp.sliding_window_enabled:
+            final = self.evaluate("final_int6_sliding_window", "sliding", self.evaluator.sliding)
+        seconds = time.perf_counter() - began
+        self.results |= {"val_bpb": final.val_bpb, "val_loss": final.val_loss, "eval_seconds": seconds}
+        if seconds > 0.8 * EVAL_CAP_SECONDS:
+            self.log(f"WARNING: evaluation took {seconds:.0f}s of the allowed {EVAL_CAP_SECONDS}s")
+
+    def evaluate(self, label: str, key: str, evaluation: Callable[[], Score]) -> Score:
+        score = evaluation()
+        loss, bpb, seconds = score.val_loss, score.val_bpb, score.seconds
+        self.log(f"{label} val_loss:{loss:.8f} val_bpb:{bpb:.8f} eval_time:{1000 * seconds:.0f}ms")
+        self.log.record("evaluation", name=key, val_loss=loss, val_bpb=bpb, eval_seconds=seconds)
+        self.results[f"{key}_val_bpb"] = bpb
+        return score
+
+    def load_artifact(self, path: Path) -> None:
+        """Reads the file on rank 0, hands the bytes to all ranks (other nodes have no such file) and loads them."""
+        data = self.world.broadcast_object(path.read_bytes() if self.world.is_main else None)
+        try:
+            load_weights(self.model, dequantize(*unpack_artifact(data), self.model.state_dict()))
+        except ArtifactError as error:
+            raise ArtifactError(f"{path} cannot be scored: {error}") from None
+        code, model = len(self.source), len(data)
+        headroom = SIZE_CAP_BYTES - code - model
+        self.results |= {"code_bytes": code, "model_bytes": model, "total_bytes": code + model}
+        self.results["headroom_bytes"] = headroom
+        if headroom < 0 and not self.failure:
+            self.failure = OversizeError(f"{-headroom} bytes over the cap of {SIZE_CAP_BYTES}; raise MUON_WD, EMBED_WD")
+
+    def summarize(self) -> None:
+        """The block of `key: value` lines at column 0 that tools read."""
+        self.results |= {"parameters": self.parameters, "peak_memory_mib": peak_memory_mib(self.world.device)[0],
+                         "total_seconds": time.perf_counter() - self.began}
+        block = [f"{key}: {self.results[key]:{spec}}" for key, spec in SUMMARY_FORMATS.items() if key in self.results]
+        self.log("\n".join(["---", *block, f"valid: {f'no: {self.failure}' if self.failure else 'yes'}"]))
+        self.log.record("summary", **self.results, valid=self.failure is None)
+
+def gpu_report() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return f"no nvidia-smi; {platform.platform()}, {os.cpu_count()} CPU cores"
+    done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout or done.stderr
+
+def main() -> int:
+    """Runs the command line; the exit code, or, with several ranks, the end of the process."""
+    text, hints = "settings (environment variables; switches are 0 or 1):\n", get_type_hints(Hyperparameters)
+    for item in fields(Hyperparameters):
+        choices = f" [{'|'.join(choices)}]" if (choices := get_args(hints[item.name])) else ""
+        text += f"  {item.name.upper()}={format_setting(item.default)}\n      {item.metadata['help']}{choices}\n"
+    parser = argparse.ArgumentParser(description=__doc__, epilog=f"{text}\n{EXIT_CODES}",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--print-config", action="store_true", help="print the effective settings and stop")
+    args = parser.parse_args()
+    code = 0
+    try:
+        hp = Hyperparameters.from_env(os.environ)
+        if args.print_config:
+            print("\n".join(f"{name}: {format_setting(value)}" for name, value in asdict(hp).items()))
+        else:
+            run = Run(hp, os.environ)
+            if not hp.eval_only:
+                run.train()
+            run.score()
+            run.summarize()
+            if run.failure:
+                raise run.failure
+    except (RunError, OSError) as error:  # what the user or the machine caused: one line, no traceback
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(2)  # if rank 0 fails too, torchrun ends this process meanwhile and the message comes once
+        print(f"error: {error}", file=sys.stderr)
+        code = getattr(error, "exit_code", SetupError.exit_code)
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        code = 130
+    except Exception:  # noqa: BLE001 - whatever it was, the other ranks must not wait for this one
+        print(f"error: rank {os.environ.get('RANK', '0')} failed\n{traceback.format_exc()}", file=sys.stderr)
+        code = 1
+    if dist.is_initialized():
+        # After a failure a clean end could wait for other ranks; after success gloo's threads were seen to abort it.
+        if code == 0:
+            dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+if __name__ == "__main__":
+    sys.exit(main())
