@@ -251,6 +251,62 @@ def test_averaging_and_sharded_muon_equal_one_rank(tmp_path):
         torch.testing.assert_close(ranks[0][name], expected, rtol=0, atol=1e-5, msg=name)
 
 
+QUANTIZE = """
+import os, sys
+import torch, torch.distributed as dist
+sys.path.insert(0, {root!r})
+import train_gpt as tg
+
+hp = tg.Hyperparameters.from_env(os.environ)
+world = tg.join_world(hp, os.environ)
+model = tg.build_model(hp, tg.Operations(tg.sdpa_attention), torch.device("cpu"), torch.float32)
+generator = torch.Generator().manual_seed(7)
+batches = [torch.randint(hp.vocab_size, (2, 64), generator=generator) for _ in range(4)]
+with torch.no_grad():
+    for p in model.parameters():
+        p.add_(0.05 * torch.randn(p.shape, generator=generator))
+    collector = tg.HessianCollector(model)
+    mine = batches[world.rank::world.size]
+    for ids in mine:
+        model.hidden(ids)
+    hessians = collector.finish(len(mine), world)
+hessians.pop("blocks.0.mlp.fc.weight")  # one matrix without a Hessian: row search, on whichever rank has it
+done = tg.quantize_state(model.state_dict(), hessians, hp, 1.1, world)
+torch.save([done.tensors, done.meta, sorted(done.gptq), hessians], f"quantized{{world.size}}_{{world.rank}}.pt")
+if world.size > 1:
+    dist.destroy_process_group()
+os._exit(0)
+"""
+
+
+def test_matrices_shared_over_ranks_and_mean_hessians_give_what_one_rank_gives(tmp_path):
+    script = tmp_path / "quantize.py"
+    script.write_text(QUANTIZE.format(root=str(ROOT)))
+    large = {"model_dim": 160, "embedding_dim": 160, "num_layers": 2, "xsa_last_n": 2, "ve_layers": "1", "mlp_mult": 5}
+    for ranks in (1, 2):
+        result = torchrun(tmp_path, ranks, script=script, **large)
+        assert result.returncode == 0, result.stderr
+    alone, *shared = (torch.load(tmp_path / f"quantized{name}.pt") for name in ("1_0", "2_0", "2_1"))
+    assert len(alone[2]) == 3 and "blocks.0.mlp.fc.weight" not in alone[2]
+    for tensors, meta, gptq, hessians in shared:
+        assert meta == alone[1] and gptq == alone[2] and set(tensors) == set(alone[0])
+        for name, hessian in hessians.items():
+            torch.testing.assert_close(hessian, alone[3][name], rtol=1e-5, atol=1e-4)
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, shared[0][0][name]), name
+            if tensor.dtype == torch.int8:  # sums in another order move a code here and there
+                assert (tensor != alone[0][name]).float().mean() < 1e-2, name
+
+
+def test_the_log_says_whose_hessians_were_used(tmp_path):
+    make_data(tmp_path)
+    large = {"model_dim": 160, "embedding_dim": 160, "num_layers": 1, "xsa_last_n": 1, "ve_enabled": 0, "mlp_mult": 5}
+    result = torchrun(tmp_path, 2, **large, iterations=1, warmup_steps=0, sliding_window_enabled=0,
+                      gptq_calibration_batches=2)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Hessians are means over 2 ranks; the published script takes those of rank 0") == 1
+
+
 def test_a_parameter_without_gradient_is_no_obstacle(tmp_path):
     make_data(tmp_path)
     result = torchrun(tmp_path, 2, **SHORT, iterations=1, num_layers=1, xsa_last_n=1, ve_layers=0)

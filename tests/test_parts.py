@@ -593,6 +593,37 @@ def test_hessians_are_sums_of_products_of_inputs_over_batches():
         model.hidden(batch_of(model.hp)[0])  # the hooks are gone
 
 
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("largest_norm", [0.05, 1e9])
+def test_gradients_add_up_in_place_and_are_clipped_as_pytorch_does(largest_norm):
+    ours, twin = fresh_model(), fresh_model()
+    gradients = tg.Gradients(ours.parameters())
+    addresses = [p.grad.data_ptr() for p in ours.parameters()]
+    for seed in (1, 2):
+        ids, targets = batch_of(ours.hp, sequences=1 + seed)
+        gradients.add(ours(ids, targets))
+        twin(ids, targets).backward()
+    gradients.average(tg.World())
+    gradients.clip(largest_norm)
+    torch.nn.utils.clip_grad_norm_(twin.parameters(), largest_norm)
+    assert addresses == [p.grad.data_ptr() for p in ours.parameters()]
+    for (name, a), b in zip(ours.named_parameters(), twin.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7, msg=name)
+    gradients.zero()
+    assert not any(p.grad.any() for p in ours.parameters())
+
+
+def test_gradients_of_several_dtypes_are_kept_apart():
+    model = fresh_model()
+    tg.set_precision(model, torch.bfloat16)
+    gradients = tg.Gradients(model.parameters())
+    assert {flat.dtype for flat, _ in gradients.groups} == {torch.float32, torch.bfloat16}
+    assert sum(flat.numel() for flat, _ in gradients.groups) == sum(p.numel() for p in model.parameters())
+    assert all(p.grad.dtype == p.dtype and p.grad.shape == p.shape for p in model.parameters())
+
+
 # -- artifacts of others -----------------------------------------------------------------------------------------------
 
 
