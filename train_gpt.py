@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import faulthandler
 import functools
 import hashlib
 import io
@@ -97,6 +98,9 @@ class Hyperparameters:
     # length of the run
     iterations: int = setting(20000, "steps at most", above=0)
     max_wallclock_seconds: float = setting(600.0, "cap on training plus Hessian seconds (0 or less: none)")
+    checkpoint_every_seconds: float = setting(0.0, "seconds of the clock between snapshots (0: none)", least=0)
+    resume: Literal["", "auto"] = setting("", "auto: go on from the newest snapshot in OUTPUT_DIR, if there is one")
+    stall_seconds: float = setting(60.0, "longest step; then every rank prints its stack and ends (0: any)", least=0)
     warmup_steps: int = setting(20, "steps before the clock starts, whose effect is undone", least=0)
     warmdown_frac: float = setting(0.667, "last share of the run in which the rate falls linearly", most=1)
     min_lr: float = setting(0.0, "floor of the rate as a factor of the base rate", least=0)
@@ -270,6 +274,7 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     control: Any = None  # group and stream for small messages, which must not wait for queued GPU work
     control_stream: Any = None
+    saver: Any = None  # group for the thread that writes snapshots
     is_main = property(lambda self: self.rank == 0)
 
     def gather(self, values: list[float]) -> list[list[float]]:
@@ -360,8 +365,8 @@ def join_world(hp: Hyperparameters, environ: Mapping[str, str]) -> World:
     if size > 1:
         # Half an hour: the longest wait is for rank 0's compression, measured 47 to 117 s a try, 6 tries at most.
         dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(minutes=30), device_id=gpu)
-    control = dist.new_group() if size > 1 else None
-    return World(rank, size, device, control, torch.cuda.Stream(gpu) if gpu else None)
+    control, saver = (dist.new_group(), dist.new_group(backend="gloo")) if size > 1 else (None, None)
+    return World(rank, size, device, control, torch.cuda.Stream(gpu) if gpu else None, saver)
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
@@ -380,8 +385,8 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
 
 class Stopwatch:
     """The training clock: it counts only between start() and stop(), and only it is held against the cap."""
-    def __init__(self) -> None:
-        self._total, self._since = 0.0, None
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._total, self._since = seconds, None
 
     @property
     def seconds(self) -> float:
@@ -1320,24 +1325,24 @@ class Muon(torch.optim.Optimizer):
 
     def _updates(self, group: dict[str, Any]) -> tuple[Tensor, Any]:
         """bf16 updates of a group (at least K, rows, cols), and the gathering they wait for."""
-        params, world = group["params"], self.world
-        share = -(-len(params) // world.size)
-        mine = params[world.rank * share:(world.rank + 1) * share]
-        rows, cols = params[0].shape
-        updates = torch.zeros(share, rows, cols, dtype=torch.bfloat16, device=params[0].device)
+        mine, buffer = self.share(group)
+        count, rows, cols = buffer.shape
+        updates = torch.zeros(count, rows, cols, dtype=torch.bfloat16, device=buffer.device)
         if mine:
-            scale = max(1.0, rows / cols) ** 0.5
-            updates[:len(mine)] = self.orthogonalize(self._momentum(group, mine), self.steps) * scale
-        return world.gather_stacked(updates)
+            g = torch.stack([p.grad for p in mine])
+            buffer = buffer[:len(mine)].mul_(group["momentum"]).add_(g)
+            nesterov = g.add_(buffer, alpha=group["momentum"])
+            updates[:len(mine)] = self.orthogonalize(nesterov, self.steps) * max(1.0, rows / cols) ** 0.5
+        return self.world.gather_stacked(updates)
 
-    def _momentum(self, group: dict[str, Any], mine: list[nn.Parameter]) -> Tensor:
-        """Nesterov momentum of this rank's matrices, (K, rows, cols)."""
-        g = torch.stack([p.grad for p in mine])
-        state = self.state[group["params"][0]]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(g)
-        buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(g)
-        return g.add_(buffer, alpha=group["momentum"])
+    def share(self, group: dict[str, Any]) -> tuple[list[nn.Parameter], Tensor]:
+        """This rank's matrices of a group, at most K, and their momenta (K, rows, cols), fp32."""
+        params, world = group["params"], self.world
+        count = -(-len(params) // world.size)
+        state = self.state[params[0]]
+        if not state:
+            state["momentum"] = torch.zeros(count, *params[0].shape, dtype=params[0].dtype, device=params[0].device)
+        return params[world.rank * count:(world.rank + 1) * count], state["momentum"]
 
 def parameter_groups(model: GPT) -> dict[str, list[str]]:
     """Names by optimizer group: embed, muon, scalar, head. Every parameter is in exactly one."""
@@ -1362,6 +1367,7 @@ class Optimizers:
 
     def __init__(self, model: GPT, world: World, orthogonalize: Orthogonalizer = newton_schulz) -> None:
         hp, named = model.hp, dict(model.named_parameters())
+        self.names = {p: name for name, p in named.items()}
         groups = {key: [named[name] for name in names] for key, names in parameter_groups(model).items()}
         table_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
         adam_groups = [{"params": groups[key], "lr": lr, "weight_decay": decay}
@@ -1380,6 +1386,20 @@ class Optimizers:
             group["momentum"] = momentum
         self.muon.step()
         self.adam.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All moments by parameter, made if there are none yet; Muon's only of this rank's matrices."""
+        found = {}
+        for group in self.adam.param_groups:
+            for p in group["params"]:
+                state = self.adam.state[p]
+                if not state:  # as AdamW makes it at its first step
+                    step = torch.zeros((), device=p.device if group["fused"] else "cpu")
+                    state |= {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                found |= {f"adam.{self.names[p]}.{key}": value for key, value in state.items()}
+        for group in self.muon.param_groups:
+            found |= {f"muon.{self.names[p]}": momentum for p, momentum in zip(*self.muon.share(group))}
+        return found
 
     def reset(self) -> None:
         """Forgets all moments, as if no step had been taken."""
@@ -1524,6 +1544,8 @@ class Gradients:
         for flat, _ in self.groups:
             flat.zero_()
 
+CHECK_WEIGHTS_EVERY = 100  # steps; 0.1 ms on a GPU
+
 class Trainer:
     """The loop: warm-up whose effect is undone, then steps until the cap or the last iteration."""
     def __init__(self, model: GPT, evaluator: Evaluator, train_paths: list[Path], log: RunLog,
@@ -1539,17 +1561,20 @@ class Trainer:
         self.loss = torch.zeros((), device=self.world.device)  # the mean over a step's micro-batches
         self.run_micro_batch = self.micro_batch
 
-    def open_data(self) -> contextlib.closing[Prefetcher]:
+    def open_data(self, skip: int = 0) -> contextlib.closing[Prefetcher]:
+        """A new reader of the training stream, after its first `skip` draws."""
         loader = CoprimeLoader(self.train_paths, self.hp.train_seq_len, self.plan.draw_windows, self.world.rank,
                                self.world.size, self.hp.vocab_size)
+        for _ in range(skip):
+            loader.next_windows()
         return contextlib.closing(Prefetcher(loader, self.world.device, self.clock))
 
     @contextlib.contextmanager
-    def on_the_clock(self) -> Iterator[Prefetcher]:
+    def on_the_clock(self, skip: int = 0) -> Iterator[Prefetcher]:
         """A new reader while the clock runs; notes when it last read."""
         synchronize(self.world.device)
         self.clock.start()
-        with self.open_data() as data:
+        with self.open_data(skip) as data:
             yield data
         synchronize(self.world.device)
         self.clock.stop()
@@ -1603,17 +1628,27 @@ class Trainer:
 
     def fit(self) -> EMA:
         """Trains; returns the averaged weights. The clock holds everything but validation."""
-        hp, cap, seconds, ema = self.hp, self.hp.train_cap_seconds, 0.0, EMA(self.model, self.hp.ema_decay)
-        log_validation(self.log, hp, 0, self.evaluator.full())
-        bar = tqdm(range(hp.iterations), "training", leave=False, disable=None if self.world.is_main else True)
-        with bar, self.on_the_clock() as data:
+        hp, cap, ema = self.hp, self.hp.train_cap_seconds, EMA(self.model, self.hp.ema_decay)
+        snapshots = Snapshots(self, ema)
+        if not snapshots.resume():
+            log_validation(self.log, hp, 0, self.evaluator.full())
+        seconds = self.clock.seconds
+        bar = tqdm(range(self.steps_done, hp.iterations), "training", leave=False,
+                   disable=None if self.world.is_main else True)
+        with bar, self.on_the_clock(self.steps_done * self.plan.grad_accum_steps) as data:
             for step in bar:
+                if hp.stall_seconds:
+                    faulthandler.dump_traceback_later(hp.stall_seconds, exit=True)
                 factor = lr_factor(seconds / cap if cap else step / hp.iterations, hp.warmdown_frac, hp.min_lr)
                 loss = self.step(data, step, factor)
                 ema.update()
                 seconds, mean_loss = self._agree(loss, f"step {step + 1}")
                 self.steps_done = step + 1
                 self._log_step(mean_loss, seconds, factor, data)
+                if self.steps_done % CHECK_WEIGHTS_EVERY == 0:
+                    self._compare_weights()
+                faulthandler.cancel_dump_traceback_later()
+                snapshots.after_step(seconds)
                 if cap and seconds >= cap:
                     break
                 if hp.val_loss_every and self.steps_done % hp.val_loss_every == 0 and self.steps_done < hp.iterations:
@@ -1621,6 +1656,7 @@ class Trainer:
                     self.clock.stop()
                     log_validation(self.log, hp, self.steps_done, self.evaluator.full())
                     self.clock.start()
+            snapshots.finish()
         self._report_end(self.clock.seconds, data)
         return ema
 
@@ -1631,6 +1667,14 @@ class Trainer:
         if broken := [rank for rank, loss_here in enumerate(losses) if not math.isfinite(loss_here)]:
             raise DivergedError(f"loss not finite at {where} on ranks {broken}; lower MATRIX_LR or TIED_EMBED_LR")
         return max(seconds), sum(losses) / len(losses)
+
+    def _compare_weights(self) -> None:
+        """Ranks whose weights have drifted apart train a model that none of them has. Raises DivergedError."""
+        bits = sum(p.detach().flatten().view(torch.int16).sum(dtype=torch.int64) for p in self.parameters)
+        sums = [row[0] for row in self.world.gather([int(bits) % 2**48])]
+        if wrong := [rank for rank, value in enumerate(sums) if value != sums[0]]:
+            raise DivergedError(f"ranks {wrong} have other weights than rank 0 after step {self.steps_done}: a GPU or "
+                                "its link computes wrongly; go on from a snapshot (RESUME=auto) on other hardware")
 
     def _log_step(self, loss: float, seconds: float, factor: float, data: Prefetcher) -> None:
         step, every = self.steps_done, self.hp.train_log_every
@@ -1652,6 +1696,81 @@ class Trainer:
         if step * (1 - hp.ema_decay) < 5:
             share = f"{hp.ema_decay ** step:.0%} initial weights"
             self.log(f"WARNING: EMA_DECAY={hp.ema_decay} averages {share} after only {step} steps; lower it")
+
+# What may differ between the parts of a run: it does not decide what is learnt.
+FREE_SETTINGS = ("output_dir", "run_id", "resume", "checkpoint_every_seconds", "stall_seconds", "attention", "kernels",
+                 "compile", "micro_batch_tokens", "train_log_every", "val_loss_every", "sliding_window_enabled")
+
+class Snapshots:
+    """What a killed run goes on from, in OUTPUT_DIR/checkpoints: complete or absent, written while training goes on.
+
+    torch.distributed.checkpoint writes and syncs all ranks' files under a temporary name; the last two are kept. Muon's
+    momenta are stored by matrix, so that any number of ranks can go on.
+    """
+
+    def __init__(self, trainer: Trainer, ema: EMA) -> None:
+        self.trainer, self.ema, self.hp, self.world = trainer, ema, trainer.hp, trainer.world
+        self.folder, self.saved_at = Path(self.hp.output_dir) / "checkpoints", 0.0
+        self.pending: tuple[Any, Path] | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a step changes, by name."""
+        trainer, names = self.trainer, [name for name, _ in self.trainer.model.named_parameters()]
+        found = {f"model.{name}": p.detach() for name, p in zip(names, trainer.parameters)}
+        found |= {f"ema.{name}": t for name, t in zip(names, self.ema.shadow)} | trainer.optimizers.tensors()
+        found["progress"] = torch.tensor([trainer.steps_done, trainer.clock.seconds], dtype=torch.float64)
+        return {name: t for name, t in found.items() if t.numel()}
+
+    def after_step(self, seconds: float) -> None:
+        """Begins a snapshot when it is time. `seconds` is equal on all ranks, so all begin the same one."""
+        if 0 < self.hp.checkpoint_every_seconds <= seconds - self.saved_at:
+            from torch.distributed.checkpoint import async_save
+
+            self.finish()
+            self.saved_at, path = seconds, self.folder / f".step_{self.trainer.steps_done:06d}.tmp"
+            self.pending = async_save(self.tensors(), checkpoint_id=path, process_group=self.world.saver), path
+
+    def finish(self) -> None:
+        """Waits for the snapshot under way, gives it its name and drops the third oldest. A full disk costs only it."""
+        if self.pending is None:
+            return
+        from torch.distributed.checkpoint import CheckpointException
+
+        (future, path), self.pending = self.pending, None
+        try:
+            future.result()
+            if self.world.is_main:
+                write_file(path / "settings.json", json.dumps(self._settings()).encode())
+                path.replace(self.folder / path.stem[1:])
+                for old in sorted(self.folder.glob("step_*"))[:-2]:
+                    shutil.rmtree(old, ignore_errors=True)
+        except (CheckpointException, OSError) as error:
+            self.trainer.log(f"WARNING: snapshot {path.stem[1:]} was not written ({first_line(error)})")
+
+    def _settings(self) -> dict[str, str]:
+        shaping = (item.name for item in fields(self.hp) if item.name not in FREE_SETTINGS)
+        return {name: format_setting(getattr(self.hp, name)) for name in shaping}
+
+    def resume(self) -> bool:
+        """With RESUME=auto, loads the newest snapshot if there is one. Raises SetupError when it is of another run."""
+        for leftover in self.folder.glob(".step_*.tmp") if self.world.is_main else ():
+            shutil.rmtree(leftover, ignore_errors=True)
+        path = self.world.broadcast_object(max(self.folder.glob("step_*"), default=None) if self.hp.resume else None)
+        if path is None:
+            return False
+        from torch.distributed.checkpoint import CheckpointException, load
+
+        saved, ours, tensors = json.loads((path / "settings.json").read_bytes()), self._settings(), self.tensors()
+        if others := [f"{n.upper()}={ours[n]} (there {saved.get(n)})" for n in ours if ours[n] != saved.get(n)]:
+            raise SetupError(f"{path} is of a run with other settings: {', '.join(others)}; set them alike")
+        try:
+            load(tensors, checkpoint_id=path, process_group=self.world.saver)
+        except CheckpointException as error:
+            raise SetupError(f"{path} cannot be read ({first_line(error)}); remove it to use the one before") from None
+        steps, self.saved_at = tensors["progress"].tolist()
+        self.trainer.steps_done, self.trainer.clock = int(steps), Stopwatch(self.saved_at)
+        self.trainer.log(f"resumed after step {int(steps)} and {self.saved_at:.1f}s from {path}")
+        return True
 
 def log_validation(log: RunLog, hp: Hyperparameters, step: int, score: Score) -> None:
     log(f"{step}/{hp.iterations} val_loss: {score.val_loss:.4f} val_bpb: {score.val_bpb:.4f}")
@@ -2017,6 +2136,9 @@ class Run:
         self.began, self.hp, self.source = time.perf_counter(), hp, Path(__file__).read_bytes()
         self.run_id, self.output = hp.run_id or str(uuid.uuid4()), Path(hp.output_dir)
         self.logs, self.artifact = self.output / "logs", self.output / "final_model.int6.ptz"
+        self.snapshots = self.output / "checkpoints"
+        if hp.resume and (parts := list(self.logs.glob(f"{self.run_id}*.txt"))):
+            self.run_id += f".{len(parts) + 1}"  # each part of a run has a log of its own
         self.results: dict[str, Any] = {}
         self.failure: RunError | None = None
         self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
@@ -2055,7 +2177,9 @@ class Run:
                 (self.output / ".writable").unlink()
                 if (free := shutil.disk_usage(self.output).free) < need:
                     raise OSError(f"{free} bytes are free, the model files need {need}")
-                for path in (self.logs / f"{self.run_id}.{ending}" for ending in ("txt", "jsonl", "int6.ptz")):
+                names = [self.logs / f"{self.run_id}.{ending}" for ending in ("txt", "jsonl", "int6.ptz")]
+                snapshots = [] if self.hp.resume or not self.hp.checkpoint_every_seconds else [self.snapshots]
+                for path in [*names, *snapshots]:
                     if path.exists():
                         raise OSError(f"{path} exists and is kept")
                 log = RunLog(self.logs, self.run_id)
@@ -2159,6 +2283,8 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         write_file(self.artifact, data)
         with contextlib.suppress(OSError):  # the next run replaces the artifact; under this name the file stays
             os.link(self.artifact, self.logs / f"{self.run_id}.int6.ptz")
+        if self.hp.resume or self.hp.checkpoint_every_seconds:  # the run is safe; its snapshots would start a new one
+            shutil.rmtree(self.snapshots, ignore_errors=True)
         label, size = f"int6+{self.hp.compressor}", len(data)
         self.log(f"sha256 of the artifact: {hashlib.sha256(data).hexdigest()}\nSerialized model {label}: {size} bytes\n"
                  f"Total submission size {label}: {size + len(self.source)} bytes")
