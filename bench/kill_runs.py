@@ -1,6 +1,6 @@
 """Training runs killed at random moments and resumed: every loss must equal an undisturbed run's, to the last bit.
 
-    python bench/kill_runs.py [--kills 30] [--ranks 1 2] [--seed 1] [--out bench/results/NAME.json]
+    python bench/kill_runs.py [--kills 30] [--minutes M] [--ranks 1 2] [--seed 1] [--out bench/results/NAME.json]
 
 Small CPU runs on the golden shards, with RESUME=auto and a snapshot every 0.1 s of the clock. A kill is SIGKILL of one
 rank, SIGKILL of all, SIGTERM of the job, or a power cut: SIGKILL of all, and every unsynced file loses half its bytes.
@@ -122,23 +122,27 @@ def verify(folder: Path, reference: Path) -> int:
     return compared
 
 
-def campaign(base: Path, ranks: int, kills: int, seed: int) -> dict:
-    rng, done, compared, runs = random.Random(seed), [], 0, 0
+def campaign(base: Path, ranks: int, kills: int, seconds: float, seed: int) -> dict:
+    """Runs until that many kills and that many seconds are over."""
+    rng, done, compared, runs, began = random.Random(seed), [], 0, 0, time.monotonic()
     reference = new_folder(base / f"reference_{ranks}")
     if start(reference, ranks).wait(timeout=300) != 0:
         raise SystemExit(f"the undisturbed run failed: {reference}/output.txt")
-    while len(done) < kills:
+    while len(done) < kills or time.monotonic() - began < seconds:
         folder = new_folder(base / f"run_{ranks}_{runs}")
-        done += one_run(folder, ranks, rng, min(3, kills - len(done)))
+        done += one_run(folder, ranks, rng, 3)
         compared += verify(folder, reference)
+        shutil.rmtree(folder)
         runs += 1
         print(f"{ranks} ranks: {len(done)} kills, {compared} losses equal", flush=True)
-    return {"ranks": ranks, "kills": {kind: done.count(kind) for kind in KILLS}, "runs": runs, "losses_equal": compared}
+    return {"ranks": ranks, "kills": {kind: done.count(kind) for kind in KILLS}, "runs": runs, "losses_equal": compared,
+            "minutes": round((time.monotonic() - began) / 60, 1)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30, help="kills in all, shared by the numbers of ranks")
+    parser.add_argument("--minutes", type=float, default=0.0, help="go on for that long, shared likewise")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file to write")
@@ -146,7 +150,8 @@ def main() -> None:
     import torch
 
     with tempfile.TemporaryDirectory() as base:
-        results = [campaign(Path(base), ranks, -(-args.kills // len(args.ranks)), args.seed) for ranks in args.ranks]
+        kills, seconds = (-(-amount // len(args.ranks)) for amount in (args.kills, 60 * args.minutes))
+        results = [campaign(Path(base), ranks, int(kills), seconds, args.seed) for ranks in args.ranks]
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     about = {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "torch": torch.__version__,
