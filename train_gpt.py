@@ -1431,14 +1431,8 @@ def sliding_windows(targets: int, seq_len: int, stride: int) -> np.ndarray:
     start = np.arange(0, max(targets - seq_len + stride, 1), stride)
     return np.stack([start, np.where(start == 0, 0, seq_len - stride), np.minimum(seq_len, targets - start)], axis=1)
 
-def pad_windows(windows: np.ndarray, count: int) -> np.ndarray:
-    """Repeats the last window, scoring nothing of it, so that every batch has one shape and nothing recompiles."""
-    start, _, end = windows[-1]
-    return np.concatenate([windows, np.tile([[start, end, end]], (count - len(windows), 1))])
-
 class Evaluator:
     """Scores the validation set with the weights that the model has at the moment."""
-
     def __init__(self, hp: Hyperparameters, plan: BatchPlan, world: World, val: ValidationSet,
                  loss_function: Callable[..., Tensor]) -> None:
         self.hp, self.plan, self.world, self.val, self.loss_function = hp, plan, world, val, loss_function
@@ -1446,17 +1440,16 @@ class Evaluator:
         self._tokens = torch.from_numpy(val.tokens.astype(np.int32)).to(world.device)
 
     def full(self) -> Score:
-        windows = sliding_windows(self.val.targets, self.hp.eval_seq_len, self.hp.eval_seq_len)
-        return self._score(windows, "validation")
+        return self._score("validation", self.hp.eval_seq_len)
 
     def sliding(self) -> Score:
-        windows = sliding_windows(self.val.targets, self.hp.eval_seq_len, self.hp.eval_stride)
-        return self._score(windows, "sliding evaluation")
+        return self._score("sliding evaluation", self.hp.eval_stride)
 
     @torch.no_grad()
-    def _score(self, windows: np.ndarray, title: str) -> Score:
+    def _score(self, title: str, stride: int) -> Score:
         synchronize(self.world.device)
         began = time.perf_counter()
+        windows = sliding_windows(self.val.targets, self.hp.eval_seq_len, stride)
         share = rank_share(len(windows), self.world.rank, self.world.size)
         windows = windows[share.start:share.stop]
         batch = min(self.plan.eval_sequences, len(windows))  # always this shape: each shape would be compiled
@@ -1465,9 +1458,10 @@ class Evaluator:
             for first in np.unique(windows[:, 1]):  # alike windows form batches: logits start at `first`
                 alike = windows[windows[:, 1] == first]
                 for at in range(0, len(alike), batch):
-                    part = pad_windows(alike[at:at + batch], batch)
-                    sums += self._batch_sums(torch.from_numpy(part).to(self.world.device), int(first))
-                    bar.update(len(alike[at:at + batch]))
+                    part = torch.from_numpy(alike[at:at + batch]).to(self.world.device)
+                    filled = F.pad(part, (0, 0, 0, batch - len(part)))  # rows of zeros score nothing
+                    sums += self._batch_sums(filled, int(first))
+                    bar.update(len(part))
         loss_sum, scored = self.world.sum(sums).tolist()
         assert scored == self.val.targets, f"{title} scored {scored:.0f} targets instead of {self.val.targets}"
         loss = loss_sum / scored
