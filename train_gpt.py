@@ -1272,14 +1272,12 @@ def build_model(hp: Hyperparameters, ops: Operations, device: torch.device, dtyp
 
 # ---- Optimizers ------------------------------------------------------------------------------------------------------
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic coefficients, https://kellerjordan.github.io/posts/muon/
-
 def newton_schulz(g: Tensor, steps: int) -> Tensor:
     """Approximate orthogonal factor of each matrix of a batch (K, rows, cols), in bf16: singular values go to about 1.
 
     The order bA + (cA)A is the published one; other orders differ by up to 2e-2 in bf16. A zero matrix stays zero.
     """
-    a, b, c = NEWTON_SCHULZ
+    a, b, c = 3.4445, -4.7750, 2.0315  # of the quintic, https://kellerjordan.github.io/posts/muon/
     x = g.bfloat16()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     tall = x.size(-2) > x.size(-1)
@@ -1297,78 +1295,65 @@ class Muon(torch.optim.Optimizer):
     Matrices of one shape form a group and are orthogonalised as one batch. Each rank does a contiguous share of a group
     and keeps the momentum of that share only; updates are gathered in bf16 while the next group is computed.
     """
-
     def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, steps: int, world: World,
                  orthogonalize: Orthogonalizer = newton_schulz) -> None:
         by_shape = defaultdict(list)
         for p in params:
             by_shape[p.shape].append(p)
-        groups = [{"params": group} for group in by_shape.values()]
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.0})
+        super().__init__([{"params": group} for group in by_shape.values()],
+                         {"lr": lr, "weight_decay": weight_decay, "momentum": 0.0})
         self.steps, self.world, self.orthogonalize = steps, world, orthogonalize
 
     @torch.no_grad()
     def step(self) -> None:
-        started = [(group, *self._updates(group)) for group in self.param_groups]
+        started = []
+        for group in self.param_groups:
+            params, rank, size = group["params"], self.world.rank, self.world.size
+            share = -(-len(params) // size)
+            filled = params + params[:1] * (share * size - len(params))  # equal shares; surplus updates are dropped
+            g = torch.stack([p.grad for p in filled[rank * share:(rank + 1) * share]])
+            state = self.state[params[0]]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(g)
+            g.add_(state["momentum_buffer"].mul_(group["momentum"]).add_(g), alpha=group["momentum"])  # Nesterov
+            rows, cols = params[0].shape
+            updates = self.orthogonalize(g, self.steps) * max(1.0, rows / cols) ** 0.5
+            started.append((group, *self.world.gather_stacked(updates.contiguous())))
         for group, updates, pending in started:
             if pending is not None:
                 pending.wait()
             params = group["params"]
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            updates = updates[:len(params)].to(params[0].dtype).unbind(0)
-            torch._foreach_add_(params, list(updates), alpha=-group["lr"])
-
-    def _updates(self, group: dict[str, Any]) -> tuple[Tensor, Any]:
-        """bf16 updates of a group (at least K, rows, cols), and the gathering they wait for."""
-        params, world = group["params"], self.world
-        share = -(-len(params) // world.size)
-        mine = params[world.rank * share:(world.rank + 1) * share]
-        rows, cols = params[0].shape
-        updates = torch.zeros(share, rows, cols, dtype=torch.bfloat16, device=params[0].device)
-        if mine:
-            scale = max(1.0, rows / cols) ** 0.5
-            updates[:len(mine)] = self.orthogonalize(self._momentum(group, mine), self.steps) * scale
-        return world.gather_stacked(updates)
-
-    def _momentum(self, group: dict[str, Any], mine: list[nn.Parameter]) -> Tensor:
-        """Nesterov momentum of this rank's matrices, (K, rows, cols)."""
-        g = torch.stack([p.grad for p in mine])
-        state = self.state[group["params"][0]]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(g)
-        buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(g)
-        return g.add_(buffer, alpha=group["momentum"])
+            torch._foreach_add_(params, updates[:len(params)].to(params[0].dtype).unbind(), alpha=-group["lr"])
 
 def parameter_groups(model: GPT) -> dict[str, list[str]]:
     """Names by optimizer group: embed, muon, scalar, head. Every parameter is in exactly one."""
     groups: dict[str, list[str]] = {"embed": [], "muon": [], "scalar": [], "head": []}
-    projections = ("ve_shared.proj.weight", "embed_proj.weight", "head_proj.weight")
     for name, p in model.named_parameters():
         in_block = name.startswith("blocks.")
         if name in ("tok_emb.weight", "ve_shared.embed.weight"):
-            groups["embed"].append(name)
+            key = "embed"
         elif name == "lm_head.weight":
-            groups["head"].append(name)
+            key = "head"
         elif is_control(name, model.hp) or (in_block and p.ndim < 2):
-            groups["scalar"].append(name)
-        elif (in_block and p.ndim == 2) or name in projections:
-            groups["muon"].append(name)
+            key = "scalar"
+        elif in_block or name.endswith("proj.weight"):
+            key = "muon"
         else:
             raise SetupError(f"{name} is in no optimizer group; CONTROL_TENSOR_NAME_PATTERNS must cover it")
+        groups[key].append(name)
     return groups
 
 class Optimizers:
     """Muon for matrices, AdamW for tables, scalars and the untied head; all rates follow one factor."""
-
     def __init__(self, model: GPT, world: World, orthogonalize: Orthogonalizer = newton_schulz) -> None:
         hp, named = model.hp, dict(model.named_parameters())
         groups = {key: [named[name] for name in names] for key, names in parameter_groups(model).items()}
         table_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
-        adam_groups = [{"params": groups[key], "lr": lr, "weight_decay": decay}
-                       for key, lr, decay in (("embed", table_lr, hp.embed_wd), ("scalar", hp.scalar_lr, hp.adam_wd),
-                                              ("head", hp.head_lr, 0.0)) if groups[key]]
-        self.adam = torch.optim.AdamW(adam_groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps,
-                                      fused=world.device.type == "cuda")
+        rates = ("embed", table_lr, hp.embed_wd), ("scalar", hp.scalar_lr, hp.adam_wd), ("head", hp.head_lr, 0.0)
+        self.adam = torch.optim.AdamW(
+            [{"params": groups[key], "lr": lr, "weight_decay": decay} for key, lr, decay in rates if groups[key]],
+            betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, fused=world.device.type == "cuda")
         self.muon = Muon(groups["muon"], hp.matrix_lr, hp.muon_wd, hp.muon_backend_steps, world, orthogonalize)
         for group in self.adam.param_groups + self.muon.param_groups:
             group["base_lr"] = group["lr"]
@@ -1388,29 +1373,23 @@ class Optimizers:
 
 def lr_factor(progress: float, warmdown_frac: float, min_lr: float) -> float:
     """1, then over the last `warmdown_frac` of the run linearly down to 0, never under `min_lr`."""
-    if warmdown_frac <= 0 or progress < 1 - warmdown_frac:
-        return 1.0
-    return max((1 - progress) / warmdown_frac, min_lr)
+    flat = warmdown_frac <= 0 or progress < 1 - warmdown_frac
+    return 1.0 if flat else max((1 - progress) / warmdown_frac, min_lr)
 
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
-    if hp.muon_momentum_warmup_steps == 0:
-        return hp.muon_momentum
-    share = min(step / hp.muon_momentum_warmup_steps, 1.0)
+    share = min(step / hp.muon_momentum_warmup_steps, 1.0) if hp.muon_momentum_warmup_steps else 1.0
     return (1 - share) * hp.muon_momentum_warmup_start + share * hp.muon_momentum
 
 class EMA:
     """fp32 average of the weights from their start on, no bias correction: shadow = d * shadow + (1 - d) * weights."""
-
     def __init__(self, model: GPT, decay: float) -> None:
         self.decay, self.weights = decay, [p.detach() for p in model.parameters()]
         self.shadow = [w.float().clone() for w in self.weights]
 
-    @torch.no_grad()
     def update(self) -> None:
         torch._foreach_mul_(self.shadow, self.decay)
         torch._foreach_add_(self.shadow, [w.float() for w in self.weights], alpha=1 - self.decay)
 
-    @torch.no_grad()
     def copy_to_model(self) -> None:
         torch._foreach_copy_(self.weights, self.shadow)
 
