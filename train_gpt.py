@@ -21,7 +21,6 @@ import math
 import operator
 import os
 import platform
-import random
 import re
 import shutil
 import subprocess
@@ -761,6 +760,7 @@ except ImportError:  # the plain functions are used, and the log says so
     triton = None
 
 QKV = tuple[Tensor, Tensor, Tensor]  # (B, T, H, D), (B, T, KV, D), (B, T, KV, D)
+Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, rotated dims / 2)
 RMS_EPS = 2.0 ** -23  # F.rms_norm's default: fp32's epsilon, also for bf16
 HEAD_ROWS = 64  # tokens of a program that works on one head
 MLP_TILE = (128, 128, 64)  # rows, columns and depth; measured best of 25 variants on an H200, with 3 stages and 8 warps
@@ -1075,7 +1075,6 @@ class Linear(nn.Linear):
     A gain on the outputs is multiplied into the weight's rows: the same product, but neither the scaled activations
     nor the sum over all tokens for the gain's gradient pass through memory.
     """
-
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__(fan_in, fan_out, bias=False)
 
@@ -1090,28 +1089,24 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.kv_heads, self.ops, self.use_xsa = hp.num_kv_heads, ops, use_xsa
         kv_dim = hp.num_kv_heads * hp.head_dim
-        self.q_gain = nn.Parameter(torch.empty(hp.num_heads))
+        self.q_gain = nn.Parameter(torch.full((hp.num_heads,), hp.qk_gain_init))
         self.c_q = Linear(hp.model_dim, hp.model_dim)
         self.c_k = Linear(hp.model_dim, kv_dim)
         self.c_v = Linear(hp.model_dim, kv_dim)
         self.proj = Linear(hp.model_dim, hp.model_dim)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], value: Tensor | None, gain: Tensor,
-                first: int = 0) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, value: Tensor | None, gain: Tensor, first: int) -> Tensor:
         """x (B, T, model_dim) -> the same from position `first` on."""
         weights = torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight])
         qkv = F.linear(x, weights.to(x.dtype))  # one product: x is read once, its gradient needs no sum
         q, k, v = self.ops.split_qkv(qkv, value, rope, self.q_gain, self.kv_heads)
         y, v = self.ops.attend(q, k, v)[:, first:], v[:, first:]
-        if self.use_xsa:
-            y = remove_own_value(y, v)
-        return self.proj(y.flatten(2), gain)
+        return self.proj((remove_own_value(y, v) if self.use_xsa else y).flatten(2), gain)
 
 class MLP(nn.Module):
     def __init__(self, hp: Hyperparameters, ops: Operations) -> None:
         super().__init__()
-        hidden = int(hp.mlp_mult * hp.model_dim)
-        self.ops = ops
+        self.ops, hidden = ops, int(hp.mlp_mult * hp.model_dim)
         self.fc = Linear(hp.model_dim, hidden)
         self.proj = Linear(hidden, hp.model_dim)
 
@@ -1122,74 +1117,75 @@ class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: int, ops: Operations) -> None:
         super().__init__()
         self.norm_scale = 1.0 / math.sqrt(layer + 1) if hp.ln_scale else 1.0
-        self.attn_scale = nn.Parameter(torch.empty(hp.model_dim))
-        self.mlp_scale = nn.Parameter(torch.empty(hp.model_dim))
-        self.resid_mix = nn.Parameter(torch.empty(2, hp.model_dim))
+        self.attn_scale = nn.Parameter(torch.ones(hp.model_dim))
+        self.mlp_scale = nn.Parameter(torch.ones(hp.model_dim))
+        self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, hp.model_dim))
         self.attn = SelfAttention(hp, ops, use_xsa=layer >= hp.num_layers - hp.xsa_last_n)
         self.mlp = MLP(hp, ops)
 
-    def forward(self, terms: list[tuple[Tensor, Tensor]], rope: tuple[Tensor, Tensor], value: Tensor | None,
-                first: int = 0) -> Tensor:
-        """(tensor (B, T, model_dim), factor (model_dim)) to add up -> (B, T - first, model_dim)."""
-        x = sum(factor.to(tensor.dtype) * tensor for tensor, factor in terms)
+    def forward(self, x: Tensor, rope: Rope, value: Tensor | None, first: int) -> Tensor:
+        """x (B, T, model_dim) -> (B, T - first, model_dim)."""
         x = x[:, first:] + self.attn(rms_norm(x) * self.norm_scale, rope, value, self.attn_scale, first)
         return x + self.mlp(rms_norm(x) * self.norm_scale, self.mlp_scale)
 
 class ValueEmbedding(nn.Module):
     """One table of token values for several layers: proj(embed[ids]) * scale, (B, T, kv_dim)."""
-
     def __init__(self, hp: Hyperparameters) -> None:
         super().__init__()
         kv_dim = hp.num_kv_heads * hp.head_dim
-        self.scale = nn.Parameter(torch.empty(()))
+        self.scale = nn.Parameter(torch.tensor(0.1))
         self.embed = nn.Embedding(hp.vocab_size, hp.ve_dim)
-        self.proj = Linear(hp.ve_dim, kv_dim) if hp.ve_dim != kv_dim else None
+        self.proj = Linear(hp.ve_dim, kv_dim) if hp.ve_dim != kv_dim else nn.Identity()
 
     def forward(self, ids: Tensor) -> Tensor:
-        value = self.embed(ids)
-        value = value if self.proj is None else self.proj(value)
+        value = self.proj(self.embed(ids))
         return value * self.scale.to(value.dtype)
 
 class GPT(nn.Module):
     """U-Net transformer: the first half of the blocks feeds gated skips to the second half, last output first."""
-
     def __init__(self, hp: Hyperparameters, ops: Operations) -> None:
         super().__init__()
-        self.hp, self.ops = hp, ops
-        self.rope: dict[int, tuple[Tensor, Tensor]] = {}  # by length; in the graph they would be computed per element
-        self.encoder_layers = hp.num_layers // 2
-        skips = min(self.encoder_layers, hp.num_layers - self.encoder_layers)
-        self.skip_weights = nn.Parameter(torch.empty(skips, hp.model_dim))
-        self.skip_gates = nn.Parameter(torch.empty(skips, hp.model_dim)) if hp.skip_gates_enabled else None
+        self.hp, self.ops, self.skips = hp, ops, hp.num_layers // 2
+        self.rope: dict[int, Rope] = {}  # by length; in the graph they would be computed per element
+        self.skip_weights = nn.Parameter(torch.ones(self.skips, hp.model_dim))
+        self.skip_gates = nn.Parameter(torch.zeros(self.skips, hp.model_dim)) if hp.skip_gates_enabled else None
         self.tok_emb = nn.Embedding(hp.vocab_size, hp.embedding_dim)
-        projected = hp.embedding_dim != hp.model_dim
-        self.embed_proj = Linear(hp.embedding_dim, hp.model_dim) if projected else None
-        self.head_proj = Linear(hp.model_dim, hp.embedding_dim) if projected else None
+        projection = Linear if hp.embedding_dim != hp.model_dim else nn.Identity
+        self.embed_proj = projection(hp.embedding_dim, hp.model_dim)
+        self.head_proj = projection(hp.model_dim, hp.embedding_dim)
         self.blocks = nn.ModuleList(Block(hp, layer, ops) for layer in range(hp.num_layers))
         self.ve_shared = ValueEmbedding(hp) if hp.ve_layer_list else None
-        self.ve_layer_scales = nn.ParameterList(nn.Parameter(torch.empty(1)) for _ in hp.ve_layer_list)
+        self.ve_layer_scales = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in hp.ve_layer_list)
         self.lm_head = None if hp.tie_embeddings else Linear(hp.embedding_dim, hp.vocab_size)
 
     def hidden(self, ids: Tensor, first: int = 0) -> Tensor:
         """Token ids (B, T) -> normed output (B, T - first, model_dim): what comes before `first` is context only."""
-        x = rms_norm(self.tok_emb(ids))
-        x = x0 = x if self.embed_proj is None else self.embed_proj(x)
+        x = x0 = self.embed_proj(rms_norm(self.tok_emb(ids)))
         rope = self.rope.get(ids.size(1)) or rope_tables(self.hp, ids.size(1), ids.device, x.dtype)
-        values = self._values(ids)
-        skips = []
+        shared = None if self.ve_shared is None else self.ve_shared(ids)
+        scales = zip(self.hp.ve_layer_list, self.ve_layer_scales)
+        values = {layer: shared * scale.to(shared.dtype) for layer, scale in scales}
+        skips: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
             keep, add = block.resid_mix
-            terms = [(x, keep), (x0, add)]
-            if layer >= self.encoder_layers and skips:
-                terms = [*self._with_skip(layer - self.encoder_layers, x, skips.pop(), keep), (x0, add)]
-            x = block(terms, rope, values.get(layer), first if layer == len(self.blocks) - 1 else 0)
-            if layer < self.encoder_layers:
+            terms = [(keep, x), (add, x0)]
+            if skips and layer >= self.skips:
+                # keep * lerp(weight * skip, x, sigmoid(gate)), without gates keep * (x + weight * skip). Folded factors
+                # need three sums over all tokens for their gradients, nested products would need four.
+                i, gate, rest = layer - self.skips, 1.0, 1.0
+                if self.skip_gates is not None:
+                    gate = torch.sigmoid(self.skip_gates[i])
+                    rest = 1 - gate
+                terms = [(keep * gate, x), (keep * rest * self.skip_weights[i], skips.pop()), (add, x0)]
+            x = sum(factor.to(x.dtype) * term for factor, term in terms)
+            x = block(x, rope, values.get(layer), first if layer == len(self.blocks) - 1 else 0)
+            if layer < self.skips:
                 skips.append(x)
         return rms_norm(x)
 
     def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Normed output (..., model_dim) -> what the head multiplies: (..., embedding_dim) and (vocab_size, same)."""
-        x = hidden if self.head_proj is None else self.head_proj(hidden)
+        x = self.head_proj(hidden)
         return x, self.tok_emb.weight.to(x.dtype) if self.lm_head is None else self.lm_head.cast(x.dtype)
 
     def forward(self, ids: Tensor, targets: Tensor, first: int = 0, reduction: str = "mean") -> Tensor:
@@ -1199,73 +1195,36 @@ class GPT(nn.Module):
         losses = self.ops.head_losses(x.flatten(0, 1), weight, targets.flatten(), self.hp.logit_softcap)
         return losses.mean() if reduction == "mean" else losses.view_as(targets)
 
-    def _values(self, ids: Tensor) -> dict[int, Tensor]:
-        if self.ve_shared is None:
-            return {}
-        shared = self.ve_shared(ids)
-        scales = zip(self.hp.ve_layer_list, self.ve_layer_scales)
-        return {layer: shared * scale.to(shared.dtype) for layer, scale in scales}
-
-    def _with_skip(self, i: int, x: Tensor, skip: Tensor, keep: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Terms of keep * lerp(weight * skip, x, sigmoid(gate)), or of keep * (x + weight * skip) without gates.
-
-        Folded factors need three sums over all tokens for their gradients, the nested products would need four.
-        """
-        if self.skip_gates is None:
-            return [(x, keep), (skip, keep * self.skip_weights[i])]
-        gate = torch.sigmoid(self.skip_gates[i])
-        return [(x, keep * gate), (skip, keep * (1 - gate) * self.skip_weights[i])]
-
-CONSTANT_INITS = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": 1.0, "skip_gates": 0.0, "ve_shared.scale": 0.1,
-                  "ve_layer_scales": 1.0}
-ZERO_INITS = ("attn.proj.weight", "mlp.proj.weight", "lm_head.weight")
-
 @torch.no_grad()
-def init_weights(model: GPT) -> None:
-    """Initialises every parameter in the order of the state dict; fails on one it does not know."""
-    hp = model.hp
-    for name, p in model.named_parameters():
-        constant = next((value for key, value in CONSTANT_INITS.items() if key in name), None)
-        if constant is not None:
-            p.fill_(constant)
-        elif name.endswith("resid_mix"):
-            p.copy_(torch.tensor([1.0, 0.0])[:, None].expand_as(p))
-        elif name.endswith("q_gain"):
-            p.fill_(hp.qk_gain_init)
-        elif name == "tok_emb.weight":
-            p.normal_(0.0, hp.tied_embed_init_std if hp.tie_embeddings else 1.0)
-        elif name == "ve_shared.embed.weight":
-            p.normal_(0.0, 0.01)
-        elif name.endswith(ZERO_INITS) or (name == "ve_shared.proj.weight" and min(p.shape) < 64):
-            p.zero_()
-        elif p.ndim == 2 and min(p.shape) >= 64:
-            nn.init.orthogonal_(p)
-        else:
-            assert p.ndim == 2, f"no initialisation for parameter {name} of shape {tuple(p.shape)}"
-            nn.init.kaiming_uniform_(p, a=math.sqrt(5))  # PyTorch's default for a linear layer
+def init_matrices(model: GPT) -> None:
+    """Draws tables and matrices in the order of the state dict; small matrices keep PyTorch's default."""
+    for name, module in model.named_modules():
+        if name == "tok_emb":
+            module.weight.normal_(0.0, model.hp.tied_embed_init_std if model.hp.tie_embeddings else 1.0)
+        elif name == "ve_shared.embed":
+            module.weight.normal_(0.0, 0.01)
+        elif isinstance(module, Linear):
+            small = min(module.weight.shape) < 64
+            if name.endswith(("attn.proj", "mlp.proj", "lm_head")) or (small and name == "ve_shared.proj"):
+                module.weight.zero_()
+            elif not small:
+                nn.init.orthogonal_(module.weight)
 
 def is_control(name: str, hp: Hyperparameters) -> bool:
     return any(pattern in name for pattern in hp.control_patterns)
 
-@torch.no_grad()
-def set_precision(model: GPT, dtype: torch.dtype) -> None:
-    """bf16 rounds all parameters; linear weights, control tensors and vectors go back to fp32, tables stay bf16."""
-    if dtype == torch.float32:
-        return
-    linears = {id(m.weight) for m in model.modules() if isinstance(m, Linear)}
-    for name, p in model.named_parameters():
-        p.data = p.data.to(dtype)
-        if id(p) in linears or p.ndim < 2 or is_control(name, model.hp):
-            p.data = p.data.float()
-
 def build_model(hp: Hyperparameters, ops: Operations, device: torch.device, dtype: torch.dtype) -> GPT:
-    """A freshly initialised model; the same seed gives the same weights on any device and rank."""
-    random.seed(hp.seed)
-    np.random.seed(hp.seed % 2**32)
+    """A freshly initialised model; the same seed gives the same weights on any device and rank.
+
+    bf16 rounds all parameters; linear weights, control tensors and vectors go back to fp32, tables stay bf16.
+    """
     torch.manual_seed(hp.seed)
     model = GPT(hp, ops)
-    init_weights(model)
-    set_precision(model, dtype)
+    init_matrices(model)
+    linears = {id(module.weight) for module in model.modules() if isinstance(module, Linear)}
+    for name, p in model.named_parameters():
+        master = id(p) in linears or p.ndim < 2 or is_control(name, hp)
+        p.data = p.data.to(dtype).to(torch.float32 if master else dtype)
     model.rope = {length: rope_tables(hp, length, device, dtype) for length in {hp.train_seq_len, hp.eval_seq_len}}
     return model.to(device)
 
