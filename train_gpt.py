@@ -688,15 +688,12 @@ def use_sdpa_backend(name: str) -> None:
     for backend in ("cudnn", "flash", "math", "mem_efficient"):
         getattr(torch.backends.cuda, f"enable_{backend}_sdp")(backend == name)
 
-def fa3_attention() -> AttentionFunction:
-    """FlashAttention-3's function in our signature. Raises ImportError when the package is not there."""
+def fa3_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashAttention-3. Raises ImportError when the package is not there."""
     from flash_attn_interface import flash_attn_func
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flash_attn_func(q, k, v, causal=True)
-        return out[0] if isinstance(out, tuple) else out  # some versions also return the log-sum-exp
-
-    return attend
+    out = flash_attn_func(q, k, v, causal=True)
+    return out[0] if isinstance(out, tuple) else out  # some versions also return the log-sum-exp
 
 def math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The definition, written out: what every kernel must equal."""
@@ -705,48 +702,41 @@ def math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     future = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device).triu(1)
     return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
 
-def largest_error(function: Callable[..., Any], twin: Callable[..., Any], inputs: list[Tensor]) -> float:
-    """Largest |ours - twin| / |twin| over outputs and gradients; the twin computes in fp32. NaN comes back as inf."""
+def largest_error(function: Callable[..., Any], twin: Callable[..., Any], inputs: list[Tensor],
+                  constants: Iterable[Any] = ()) -> float:
+    """Largest |ours - twin| / |twin| over outputs and gradients, NaN if one is; the twin computes in fp32."""
     results = []
     for run, values in ((function, inputs), (twin, [x.detach().float().requires_grad_() for x in inputs])):
-        out = run(*values)
+        out = run(*values, *constants)
         outs = out if isinstance(out, tuple) else (out,)
-        results.append([*outs, *torch.autograd.grad(sum(o.float().square().sum() for o in outs), values)])
-    pairs = ((ours.detach().float(), twins.detach()) for ours, twins in zip(*results))
-    errors = [float((ours - twins).norm() / twins.norm()) for ours, twins in pairs]
-    return max(math.inf if math.isnan(error) else error for error in errors)
+        gradients = torch.autograd.grad(sum(o.float().square().sum() for o in outs), values)
+        results.append([t.detach().float() for t in (*outs, *gradients)])
+    return float(torch.stack([(ours - twins).norm() / twins.norm() for ours, twins in zip(*results)]).max())
 
-def try_attention(name: str, hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> AttentionFunction:
-    """Prepares one kernel and probes a tiny forward and backward. Raises ImportError or RuntimeError with the reason.
-
-    Import success proves nothing: builds exist that import and then fail at the first launch.
-    """
-    if name == "cudnn" and device.type != "cuda":
-        raise RuntimeError("needs a CUDA GPU")
-    if name == "cudnn" and hp.attention == "auto" and torch.cuda.get_device_capability(device) < (9, 0):
-        raise RuntimeError("slower than flash before Hopper")
-    function = fa3_attention() if name == "fa3" else sdpa_attention
-    if name != "fa3":
-        use_sdpa_backend(name)
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(2, 96, heads, hp.head_dim, generator=generator).to(device, dtype).requires_grad_()
-              for heads in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)]
-    error = largest_error(function, math_attention, inputs)
-    if not error < 3e-2:  # bf16 rounding is under 1e-2
-        raise RuntimeError(f"its result is off by {error:.1e}")
-    return function
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> tuple[AttentionFunction, str]:
-    """FlashAttention-3, else cuDNN on Hopper or newer, else flash, else math, and why; ATTENTION forces one."""
-    refused = []
-    for name in ["fa3", "cudnn", "flash", "math"] if hp.attention == "auto" else [hp.attention]:
+    """FlashAttention-3, else cuDNN on Hopper or newer, else flash, else math, and why; ATTENTION forces one.
+
+    Each is tried forward and backward: builds exist that import and then fail at the first launch. Raises SetupError.
+    """
+    forced, refused, generator = hp.attention != "auto", [], torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 96, heads, hp.head_dim, generator=generator).to(device, dtype).requires_grad_()
+              for heads in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)]
+    for name in [hp.attention] if forced else ["fa3", "cudnn", "flash", "math"]:
         try:
-            function = try_attention(name, hp, device, dtype)
+            if name == "cudnn" and not (device.type == "cuda" if forced else is_hopper(device)):
+                raise RuntimeError("needs a CUDA GPU; slower than flash before Hopper")
+            if name != "fa3":
+                use_sdpa_backend(name)
+            function = fa3_attention if name == "fa3" else sdpa_attention
+            if not (error := largest_error(function, math_attention, inputs)) < 3e-2:  # bf16 rounding is under 1e-2
+                raise RuntimeError(f"its result is off by {error:.1e}")
+            reason = f"ATTENTION={name}" if forced else "; ".join(refused) or "first choice"
+            return function, f"{name} ({reason})"
         except (ImportError, RuntimeError, AttributeError, TypeError) as error:
             refused.append(f"{name}: {str(error).splitlines()[0]}")
-            continue
-        reason = "; ".join(refused) if hp.attention == "auto" else f"ATTENTION={name}"
-        return function, f"{name} ({reason or 'first choice'})"
     raise SetupError(f"ATTENTION={hp.attention} cannot be used here: {'; '.join(refused)}; unset ATTENTION")
 
 
