@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import functools
 import hashlib
 import io
 import json
@@ -755,46 +754,30 @@ RMS_EPS = 2.0 ** -23  # F.rms_norm's default: fp32's epsilon, also for bf16
 HEAD_ROWS = 64  # tokens of a program that works on one head
 MLP_TILE = (128, 128, 64)  # rows, columns and depth; measured best of 25 variants on an H200, with 3 stages and 8 warps
 
-def jit(function: Callable) -> Callable:
-    return triton.jit(function) if triton else function
-
-def power_of_two(n: int) -> int:
-    """The next one from n on: Triton's tiles have such widths."""
-    return 1 << (n - 1).bit_length()
+jit = triton.jit if triton else lambda function: function
 
 def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
-def rope_tables(hp: Hyperparameters, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (length, 1, dims / 2), computed in fp32; the base grows beyond the training length."""
+def rope_tables(hp: Hyperparameters, length: int, device: torch.device, dtype: torch.dtype) -> Rope:
+    """Tables for `length` positions, computed in fp32; the base grows beyond the training length."""
     dims = hp.rope_dims or hp.head_dim
-    base = hp.rope_base
-    if length > hp.train_seq_len:
-        base *= (length / hp.train_seq_len) ** (dims / (dims - 2))
+    base = hp.rope_base * max(1.0, length / hp.train_seq_len) ** (dims / (dims - 2))
     frequencies = base ** -(torch.arange(0, dims, 2, dtype=torch.float32, device=device) / dims)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)[:, None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotates the first dims of each head as halves (a, b); x (B, T, H, D)."""
-    cos, sin = rope
-    half = cos.size(-1)
+    (cos, sin), half = rope, rope[0].size(-1)
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
     return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
 
-def split_qkv(qkv: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], gain: Tensor, kv_heads: int) -> QKV:
+def split_qkv(qkv: Tensor, value: Tensor | None, gain: Tensor, rope: Rope, kv_heads: int) -> QKV:
     """One product (B, T, (H + 2 KV) D) -> normed, rotated q (times `gain` (H)) and k, and v (plus `value`)."""
     q, k, v = qkv.unflatten(-1, (len(gain) + 2 * kv_heads, -1)).split([len(gain), kv_heads, kv_heads], dim=2)
     q = rotate(rms_norm(q), rope) * gain.to(q.dtype)[:, None]
     return q, rotate(rms_norm(k), rope), v if value is None else v + value.view_as(v)
-
-@jit
-def head_rows(base_ptr, tokens, heads, head, dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
-    """Pointers and mask of a tile (rows, width): one head of the tokens of program 0, in (tokens, heads, dim)."""
-    token = tl.program_id(0) * rows + tl.arange(0, rows)
-    column = tl.arange(0, width)
-    inside = (token < tokens)[:, None] & (column < dim)[None, :]
-    return base_ptr + (token.to(tl.int64) * heads + head)[:, None] * dim + column[None, :], inside
 
 @jit
 def rope_tile(cos_ptr, sin_ptr, length, half: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
@@ -808,80 +791,72 @@ def rope_tile(cos_ptr, sin_ptr, length, half: tl.constexpr, rows: tl.constexpr, 
     return cos, tl.where(first, sin, -sin), tl.where(rotated, tl.where(first, half, -half), 0)
 
 @jit
-def split_qkv_forward(x_ptr, value_ptr, cos_ptr, sin_ptr, gain_ptr, q_ptr, k_ptr, v_ptr, tokens, length,
-                      heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, half: tl.constexpr,
-                      eps: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
-    head = tl.program_id(1)
-    x_at, inside = head_rows(x_ptr, tokens, heads + 2 * kv_heads, head, dim, rows, width)
-    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
-    if head >= heads + kv_heads:
-        out_at, _ = head_rows(v_ptr, tokens, kv_heads, head - heads - kv_heads, dim, rows, width)
-        if value_ptr is not None:
-            value_at, _ = head_rows(value_ptr, tokens, kv_heads, head - heads - kv_heads, dim, rows, width)
-            x += tl.load(value_at, mask=inside, other=0.0).to(tl.float32)
-    else:
-        cos, sin, partner = rope_tile(cos_ptr, sin_ptr, length, half, rows, width)
-        other = tl.load(x_at + partner, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
-        if head < heads:
-            scale *= tl.load(gain_ptr + head)
-            out_at, _ = head_rows(q_ptr, tokens, heads, head, dim, rows, width)
-        else:
-            out_at, _ = head_rows(k_ptr, tokens, kv_heads, head - heads, dim, rows, width)
-        x = (x * cos + other * sin) * scale[:, None]
-    tl.store(out_at, x.to(x_ptr.dtype.element_ty), mask=inside)
+def split_qkv_kernel(x_ptr, value_ptr, gain_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, dx_ptr, dgain_ptr, tokens,
+                     length, heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, half: tl.constexpr,
+                     eps: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
+    """A tile (rows, width), one head of some tokens, from x to q, k or v.
 
-@jit
-def split_qkv_backward(x_ptr, cos_ptr, sin_ptr, gain_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, dgain_ptr, tokens, length,
-                       heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, half: tl.constexpr,
-                       eps: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
-    head = tl.program_id(1)
-    x_at, inside = head_rows(x_ptr, tokens, heads + 2 * kv_heads, head, dim, rows, width)
-    dx_at, _ = head_rows(dx_ptr, tokens, heads + 2 * kv_heads, head, dim, rows, width)
-    if head >= heads + kv_heads:
-        d_at, _ = head_rows(dv_ptr, tokens, kv_heads, head - heads - kv_heads, dim, rows, width)
-        dx = tl.load(d_at, mask=inside, other=0.0).to(tl.float32)
+    With `dx_ptr` q, k and v hold their gradients, and the tile goes back to the gradients of x and gain.
+    """
+    head, column = tl.program_id(1), tl.arange(0, width)[None, :]
+    token = (tl.program_id(0) * rows + tl.arange(0, rows))[:, None].to(tl.int64)
+    inside = (token < tokens) & (column < dim)
+    x_at = (token * (heads + 2 * kv_heads) + head) * dim + column
+    own_at = tl.where(head < heads, token * heads + head, token * kv_heads + (head - heads) % kv_heads) * dim + column
+    own_ptr, gain = v_ptr, 1.0
+    if head < heads:
+        own_ptr, gain = q_ptr, tl.load(gain_ptr + head)
+    elif head < heads + kv_heads:
+        own_ptr = k_ptr
+    if dx_ptr is None:
+        x = tl.load(x_ptr + x_at, mask=inside, other=0.0).to(tl.float32)
+        if head < heads + kv_heads:
+            cos, sin, partner = rope_tile(cos_ptr, sin_ptr, length, half, rows, width)
+            other = tl.load(x_ptr + x_at + partner, mask=inside, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps) * gain
+            x = (x * cos + other * sin) * scale[:, None]
+        elif value_ptr is not None:
+            x += tl.load(value_ptr + own_at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(own_ptr + own_at, x.to(x_ptr.dtype.element_ty), mask=inside)
     else:
-        gain = 1.0
-        if head < heads:
-            gain = tl.load(gain_ptr + head)
-            d_at, _ = head_rows(dq_ptr, tokens, heads, head, dim, rows, width)
+        if head < heads + kv_heads:
+            cos, sin, partner = rope_tile(cos_ptr, sin_ptr, length, half, rows, width)
+            d = tl.load(own_ptr + own_at, mask=inside, other=0.0).to(tl.float32) * cos
+            d -= tl.load(own_ptr + own_at + partner, mask=inside, other=0.0).to(tl.float32) * sin  # rotated back
+            x = tl.load(x_ptr + x_at, mask=inside, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
+            x *= scale[:, None]
+            along = tl.sum(d * x, axis=1)
+            d = (d - x * (along / dim)[:, None]) * (scale * gain)[:, None]
+            if head < heads:
+                tl.store(dgain_ptr + tl.program_id(0) * heads + head, tl.sum(along))
         else:
-            d_at, _ = head_rows(dk_ptr, tokens, kv_heads, head - heads, dim, rows, width)
-        cos, sin, partner = rope_tile(cos_ptr, sin_ptr, length, half, rows, width)
-        d = tl.load(d_at, mask=inside, other=0.0).to(tl.float32) * cos
-        d -= tl.load(d_at + partner, mask=inside, other=0.0).to(tl.float32) * sin  # rotated back
-        x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
-        x *= scale[:, None]
-        along = tl.sum(d * x, axis=1)
-        dx = (d - x * (along / dim)[:, None]) * (scale * gain)[:, None]
-        if head < heads:
-            tl.store(dgain_ptr + tl.program_id(0) * heads + head, tl.sum(along))
-    tl.store(dx_at, dx.to(x_ptr.dtype.element_ty), mask=inside)
+            d = tl.load(v_ptr + own_at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + x_at, d.to(x_ptr.dtype.element_ty), mask=inside)
 
 class SplitQKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv, value, cos, sin, gain, kv_heads):
+    def forward(ctx, qkv, value, gain, cos, sin, kv_heads):
         (batch, length, width), heads = qkv.shape, len(gain)
         dim = width // (heads + 2 * kv_heads)
         q, k, v = (qkv.new_empty(batch, length, n, dim) for n in (heads, kv_heads, kv_heads))
         ctx.grid, ctx.has_value = (-(-batch * length // HEAD_ROWS), heads + 2 * kv_heads), value is not None
-        ctx.sizes = (batch * length, length, heads, kv_heads, dim, cos.size(-1), RMS_EPS, HEAD_ROWS, power_of_two(dim))
-        ctx.save_for_backward(qkv, cos, sin, gain)
-        split_qkv_forward[ctx.grid](qkv, value, cos, sin, gain, q, k, v, *ctx.sizes)
+        tile = (HEAD_ROWS, 1 << (dim - 1).bit_length())  # powers of two
+        ctx.sizes = (batch * length, length, heads, kv_heads, dim, cos.size(-1), RMS_EPS, *tile)
+        ctx.save_for_backward(qkv, gain, cos, sin)
+        split_qkv_kernel[ctx.grid](qkv, value, gain, cos, sin, q, k, v, None, None, *ctx.sizes)
         return q, k, v
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        qkv, cos, sin, gain = ctx.saved_tensors
+        qkv, gain, cos, sin = ctx.saved_tensors
         dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
         dqkv, dgain = torch.empty_like(qkv), gain.new_empty(ctx.grid[0], len(gain))
-        split_qkv_backward[ctx.grid](qkv, cos, sin, gain, dq, dk, dv, dqkv, dgain, *ctx.sizes)
-        return dqkv, dv.flatten(2) if ctx.has_value else None, None, None, dgain.sum(0), None
+        split_qkv_kernel[ctx.grid](qkv, None, gain, cos, sin, dq, dk, dv, dqkv, dgain, *ctx.sizes)
+        return dqkv, dv.flatten(2) if ctx.has_value else None, dgain.sum(0), None, None, None
 
-def split_qkv_fused(qkv: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], gain: Tensor, kv_heads: int) -> QKV:
-    return SplitQKV.apply(qkv, value, *rope, gain, kv_heads)
+def split_qkv_fused(qkv: Tensor, value: Tensor | None, gain: Tensor, rope: Rope, kv_heads: int) -> QKV:
+    return SplitQKV.apply(qkv, value, gain, *rope, kv_heads)
 
 def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     """XSA: drops from each head's output (B, T, H, D) its part along the value (B, T, KV, D) at the same position."""
@@ -934,8 +909,8 @@ def run_mlp_kernel(a: Tensor, b: Tensor, hidden: Tensor | None, mode: str) -> Te
 
 class FusedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w_in, w_out):
-        hidden = run_mlp_kernel(x, w_in, None, "train")
+    def forward(ctx, x, w_in, w_out, training):
+        hidden = run_mlp_kernel(x, w_in, None, "train" if training else "evaluate")
         ctx.save_for_backward(x, w_in, w_out, hidden)
         return F.linear(hidden, w_out)
 
@@ -944,13 +919,10 @@ class FusedMLP(torch.autograd.Function):
         x, w_in, w_out, hidden = ctx.saved_tensors
         d = d.contiguous()
         d_product = run_mlp_kernel(d, w_out.T.contiguous(), hidden, "backward")
-        return d_product @ w_in, d_product.T @ x, d.T @ hidden
+        return d_product @ w_in, d_product.T @ x, d.T @ hidden, None
 
 def mlp_fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-    rows = x.flatten(0, -2)
-    if torch.is_grad_enabled():
-        return FusedMLP.apply(rows, w_in, w_out).view_as(x)
-    return F.linear(run_mlp_kernel(rows, w_in, None, "evaluate"), w_out).view_as(x)
+    return FusedMLP.apply(x.flatten(0, -2), w_in, w_out, torch.is_grad_enabled()).view_as(x)
 
 def head_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
     """fp32 nats of the targets (N) from the last activations (N, D), the head (V, D) and logits cap * tanh(z / cap)."""
@@ -975,80 +947,63 @@ def losses_kernel(logits_ptr, targets_ptr, losses_ptr, vocab, cap: tl.constexpr,
         dz = (exps / total - hit.to(tl.float32)) * (1 - tanh * tanh)
         tl.store(at, dz.to(logits_ptr.dtype.element_ty), mask=inside)
 
-def run_losses_kernel(logits: Tensor, targets: Tensor, cap: float, gradient: bool) -> Tensor:
-    rows, vocab = logits.shape
-    losses = logits.new_empty(rows, dtype=torch.float32)
-    losses_kernel[(rows,)](logits, targets, losses, vocab, cap, gradient, power_of_two(vocab),
-                           num_warps=min(max(power_of_two(vocab) // 512, 4), 32))
-    return losses
-
 class HeadLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, cap):
-        d_logits = F.linear(x, weight)
-        losses = run_losses_kernel(d_logits, targets, cap, True)
-        ctx.save_for_backward(x, weight, d_logits)
+    def forward(ctx, x, weight, targets, cap, training):
+        logits = F.linear(x, weight)  # in training the kernel replaces them
+        (rows, vocab), width = logits.shape, 1 << (weight.size(0) - 1).bit_length()
+        losses = logits.new_empty(rows, dtype=torch.float32)
+        losses_kernel[(rows,)](logits, targets, losses, vocab, cap, training, width,
+                               num_warps=min(max(width // 512, 4), 32))
+        ctx.save_for_backward(x, weight, logits)
         return losses
 
     @staticmethod
     def backward(ctx, d_losses):
         x, weight, d_logits = ctx.saved_tensors
         d_losses = d_losses.to(x.dtype)[:, None]
-        return d_logits @ weight * d_losses, d_logits.T @ (x * d_losses), None, None
+        return d_logits @ weight * d_losses, d_logits.T @ (x * d_losses), None, None, None
 
 def head_losses_fused(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
-    if torch.is_grad_enabled():
-        return HeadLosses.apply(x, weight, targets, cap)
-    return run_losses_kernel(F.linear(x, weight), targets, cap, False)
+    return HeadLosses.apply(x, weight, targets, cap, torch.is_grad_enabled())
 
 @dataclass(frozen=True)
 class Operations:
     """What the model computes with: the plain functions, or others that equal them."""
-
     attend: AttentionFunction
     split_qkv: Callable[..., QKV] = split_qkv
     mlp: Callable[[Tensor, Tensor, Tensor], Tensor] = mlp
     head_losses: Callable[..., Tensor] = head_losses
 
-def fused_operations(attend: AttentionFunction) -> Operations:
-    return Operations(attend, split_qkv_fused, mlp_fused, head_losses_fused)
-
 def operation_cases(hp: Hyperparameters, device: torch.device, dtype: torch.dtype, batch: int,
-                    length: int) -> dict[str, tuple[list[Tensor], Callable[..., Any]]]:
-    """For each operation random inputs (batch sequences) and how to call it on them: call(function, *inputs)."""
+                    length: int) -> dict[str, tuple[list[Tensor], list[Any]]]:
+    """Each fused operation's arguments for `batch` random sequences: those that need gradients, then the others."""
+    heads, kv_heads, width, hidden = hp.num_heads, hp.num_kv_heads, hp.model_dim, int(hp.mlp_mult * hp.model_dim)
     generator = torch.Generator().manual_seed(0)
-    heads, kv, dim, width = hp.num_heads, hp.num_kv_heads, hp.head_dim, hp.model_dim
-    hidden = int(hp.mlp_mult * width)
-    rope = rope_tables(hp, length, device, dtype)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+
+    qkv = [draw(batch, length, n * hp.head_dim) for n in (heads + 2 * kv_heads, kv_heads)]
+    weights = [draw(hidden, width) / width ** 0.5, draw(width, hidden) / hidden ** 0.5]
     targets = torch.arange(batch * length, device=device) % hp.vocab_size
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype).requires_grad_()
-
-    return {
-        "split_qkv": ([draw(batch, length, (heads + 2 * kv) * dim), draw(batch, length, kv * dim), draw(heads)],
-                      lambda f, x, value, gain: f(x, value, [t.to(x.dtype) for t in rope], gain.float(), kv)),
-        "mlp": ([draw(batch, length, width), draw(hidden, width, scale=width ** -0.5),
-                 draw(width, hidden, scale=hidden ** -0.5)], lambda f, *x: f(*x)),
-        "head_losses": ([draw(batch * length, width), draw(hp.vocab_size, width, scale=0.2)],
-                        lambda f, x, weight: f(x, weight, targets, hp.logit_softcap))}
+    return {"split_qkv": ([*qkv, draw(heads).float()], [rope_tables(hp, length, device, dtype), kv_heads]),
+            "mlp": ([draw(batch, length, width), *weights], []),
+            "head_losses": ([draw(batch * length, width), draw(hp.vocab_size, width) / 5], [targets, hp.logit_softcap])}
 
 def choose_operations(hp: Hyperparameters, attend: AttentionFunction, device: torch.device,
                       dtype: torch.dtype) -> tuple[Operations, str]:
     """The Triton kernels on Hopper or newer GPUs in bf16, else plain PyTorch, and why; KERNELS=1 insists."""
-    plain, fused, hidden = Operations(attend), fused_operations(attend), int(hp.mlp_mult * hp.model_dim)
-    checks = [(triton is not None and device.type == "cuda", "need CUDA and Triton"),
-              (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0), "need Hopper or newer"),
-              (dtype == torch.bfloat16, "need bf16"),
-              (hp.model_dim % 8 == hidden % 8 == 0, f"need widths in eights, not {hp.model_dim} and {hidden}")]
-    refused = [reason for holds, reason in checks if not holds]
+    plain, fused = Operations(attend), Operations(attend, split_qkv_fused, mlp_fused, head_losses_fused)
+    widths = hp.model_dim, int(hp.mlp_mult * hp.model_dim)
+    needs = {"CUDA and Triton": triton is not None and device.type == "cuda", "Hopper or newer": is_hopper(device),
+             "bf16": dtype == torch.bfloat16, f"widths in eights, not {widths}": not any(w % 8 for w in widths)}
+    refused = [f"need {need}" for need, met in needs.items() if not met]
     if hp.kernels == "0":
         return plain, "0 (KERNELS=0)"
     try:
-        for name, (inputs, call) in operation_cases(hp, device, dtype, 2, 96).items() if not refused else ():
-            runs = [functools.partial(call, getattr(operations, name)) for operations in (fused, plain)]
-            error = largest_error(*runs, inputs)
-            if not error < 3e-2:  # bf16 rounding is under 1e-2
+        for name, case in operation_cases(hp, device, dtype, 2, 96).items() if not refused else ():
+            if not (error := largest_error(getattr(fused, name), getattr(plain, name), *case)) < 3e-2:
                 refused.append(f"WARNING: slow; {name} is off by {error:.1e}")
     except Exception as error:  # noqa: BLE001 - compilers fail in many ways; each means that the kernels are of no use
         refused.append(f"WARNING: slow; {type(error).__name__}: {str(error).splitlines()[0]}")
@@ -1089,7 +1044,7 @@ class SelfAttention(nn.Module):
         """x (B, T, model_dim) -> the same from position `first` on."""
         weights = torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight])
         qkv = F.linear(x, weights.to(x.dtype))  # one product: x is read once, its gradient needs no sum
-        q, k, v = self.ops.split_qkv(qkv, value, rope, self.q_gain, self.kv_heads)
+        q, k, v = self.ops.split_qkv(qkv, value, self.q_gain, rope, self.kv_heads)
         y, v = self.ops.attend(q, k, v)[:, first:], v[:, first:]
         return self.proj((remove_own_value(y, v) if self.use_xsa else y).flatten(2), gain)
 
