@@ -767,28 +767,17 @@ def rope_tables(hp: Hyperparameters, length: int, device: torch.device, dtype: t
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)[:, None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
-def rotate(x: Tensor, rope: Rope) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first dims of each head as halves (a, b); x (B, T, H, D)."""
-    (cos, sin), half = rope, rope[0].size(-1)
+    half = cos.size(-1)
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
     return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
 
-def split_qkv(qkv: Tensor, value: Tensor | None, gain: Tensor, rope: Rope, kv_heads: int) -> QKV:
+def split_qkv(qkv: Tensor, value: Tensor | None, gain: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> QKV:
     """One product (B, T, (H + 2 KV) D) -> normed, rotated q (times `gain` (H)) and k, and v (plus `value`)."""
     q, k, v = qkv.unflatten(-1, (len(gain) + 2 * kv_heads, -1)).split([len(gain), kv_heads, kv_heads], dim=2)
-    q = rotate(rms_norm(q), rope) * gain.to(q.dtype)[:, None]
-    return q, rotate(rms_norm(k), rope), v if value is None else v + value.view_as(v)
-
-@jit
-def rope_tile(cos_ptr, sin_ptr, length, half: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
-    """Factors of a tile's own and partner values, (rows, width), and the way to the partner, (1, width)."""
-    position = (tl.program_id(0) * rows + tl.arange(0, rows)) % length
-    column = tl.arange(0, width)
-    at = position[:, None] * half + (column % half)[None, :]
-    first, rotated = (column < half)[None, :], (column < 2 * half)[None, :]
-    cos = tl.load(cos_ptr + at, mask=rotated, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + at, mask=rotated, other=0.0).to(tl.float32)
-    return cos, tl.where(first, sin, -sin), tl.where(rotated, tl.where(first, half, -half), 0)
+    q = rotate(rms_norm(q), cos, sin) * gain.to(q.dtype)[:, None]
+    return q, rotate(rms_norm(k), cos, sin), v if value is None else v + value.view_as(v)
 
 @jit
 def split_qkv_kernel(x_ptr, value_ptr, gain_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, dx_ptr, dgain_ptr, tokens,
@@ -799,8 +788,8 @@ def split_qkv_kernel(x_ptr, value_ptr, gain_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr,
     With `dx_ptr` q, k and v hold their gradients, and the tile goes back to the gradients of x and gain.
     """
     head, column = tl.program_id(1), tl.arange(0, width)[None, :]
-    token = (tl.program_id(0) * rows + tl.arange(0, rows))[:, None].to(tl.int64)
-    inside = (token < tokens) & (column < dim)
+    row = (tl.program_id(0) * rows + tl.arange(0, rows))[:, None]
+    inside, token = (row < tokens) & (column < dim), row.to(tl.int64)
     x_at = (token * (heads + 2 * kv_heads) + head) * dim + column
     own_at = tl.where(head < heads, token * heads + head, token * kv_heads + (head - heads) % kv_heads) * dim + column
     own_ptr, gain = v_ptr, 1.0
@@ -808,31 +797,29 @@ def split_qkv_kernel(x_ptr, value_ptr, gain_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr,
         own_ptr, gain = q_ptr, tl.load(gain_ptr + head)
     elif head < heads + kv_heads:
         own_ptr = k_ptr
-    if dx_ptr is None:
-        x = tl.load(x_ptr + x_at, mask=inside, other=0.0).to(tl.float32)
-        if head < heads + kv_heads:
-            cos, sin, partner = rope_tile(cos_ptr, sin_ptr, length, half, rows, width)
-            other = tl.load(x_ptr + x_at + partner, mask=inside, other=0.0).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps) * gain
-            x = (x * cos + other * sin) * scale[:, None]
-        elif value_ptr is not None:
-            x += tl.load(value_ptr + own_at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(own_ptr + own_at, x.to(x_ptr.dtype.element_ty), mask=inside)
+    from_at = x_ptr + x_at if dx_ptr is None else own_ptr + own_at
+    if head >= heads + kv_heads:
+        y = tl.load(from_at, mask=inside, other=0.0).to(tl.float32)
+        if value_ptr is not None:
+            y += tl.load(value_ptr + own_at, mask=inside, other=0.0).to(tl.float32)
     else:
-        if head < heads + kv_heads:
-            cos, sin, partner = rope_tile(cos_ptr, sin_ptr, length, half, rows, width)
-            d = tl.load(own_ptr + own_at, mask=inside, other=0.0).to(tl.float32) * cos
-            d -= tl.load(own_ptr + own_at + partner, mask=inside, other=0.0).to(tl.float32) * sin  # rotated back
-            x = tl.load(x_ptr + x_at, mask=inside, other=0.0).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
+        rope_at, first, rotated = row % length * half + column % half, column < half, column < 2 * half
+        cos = tl.load(cos_ptr + rope_at, mask=rotated, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + rope_at, mask=rotated, other=0.0).to(tl.float32)
+        sin = tl.where(first == (dx_ptr is None), sin, -sin)
+        partner_at = from_at + tl.where(rotated, tl.where(first, half, -half), 0)
+        y = tl.load(from_at, mask=inside, other=0.0).to(tl.float32)
+        x = y if dx_ptr is None else tl.load(x_ptr + x_at, mask=inside, other=0.0).to(tl.float32)
+        y = y * cos + tl.load(partner_at, mask=inside, other=0.0).to(tl.float32) * sin
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
+        if dx_ptr is not None:
             x *= scale[:, None]
-            along = tl.sum(d * x, axis=1)
-            d = (d - x * (along / dim)[:, None]) * (scale * gain)[:, None]
+            along = tl.sum(y * x, axis=1)
+            y -= x * (along / dim)[:, None]
             if head < heads:
                 tl.store(dgain_ptr + tl.program_id(0) * heads + head, tl.sum(along))
-        else:
-            d = tl.load(v_ptr + own_at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + x_at, d.to(x_ptr.dtype.element_ty), mask=inside)
+        y *= (scale * gain)[:, None]
+    tl.store(own_ptr + own_at if dx_ptr is None else dx_ptr + x_at, y.to(x_ptr.dtype.element_ty), mask=inside)
 
 class SplitQKV(torch.autograd.Function):
     @staticmethod
@@ -854,9 +841,6 @@ class SplitQKV(torch.autograd.Function):
         dqkv, dgain = torch.empty_like(qkv), gain.new_empty(ctx.grid[0], len(gain))
         split_qkv_kernel[ctx.grid](qkv, None, gain, cos, sin, dq, dk, dv, dqkv, dgain, *ctx.sizes)
         return dqkv, dv.flatten(2) if ctx.has_value else None, dgain.sum(0), None, None, None
-
-def split_qkv_fused(qkv: Tensor, value: Tensor | None, gain: Tensor, rope: Rope, kv_heads: int) -> QKV:
-    return SplitQKV.apply(qkv, value, gain, *rope, kv_heads)
 
 def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     """XSA: drops from each head's output (B, T, H, D) its part along the value (B, T, KV, D) at the same position."""
@@ -987,14 +971,14 @@ def operation_cases(hp: Hyperparameters, device: torch.device, dtype: torch.dtyp
     qkv = [draw(batch, length, n * hp.head_dim) for n in (heads + 2 * kv_heads, kv_heads)]
     weights = [draw(hidden, width) / width ** 0.5, draw(width, hidden) / hidden ** 0.5]
     targets = torch.arange(batch * length, device=device) % hp.vocab_size
-    return {"split_qkv": ([*qkv, draw(heads).float()], [rope_tables(hp, length, device, dtype), kv_heads]),
+    return {"split_qkv": ([*qkv, draw(heads).float()], [*rope_tables(hp, length, device, dtype), kv_heads]),
             "mlp": ([draw(batch, length, width), *weights], []),
             "head_losses": ([draw(batch * length, width), draw(hp.vocab_size, width) / 5], [targets, hp.logit_softcap])}
 
 def choose_operations(hp: Hyperparameters, attend: AttentionFunction, device: torch.device,
                       dtype: torch.dtype) -> tuple[Operations, str]:
     """The Triton kernels on Hopper or newer GPUs in bf16, else plain PyTorch, and why; KERNELS=1 insists."""
-    plain, fused = Operations(attend), Operations(attend, split_qkv_fused, mlp_fused, head_losses_fused)
+    plain, fused = Operations(attend), Operations(attend, SplitQKV.apply, mlp_fused, head_losses_fused)
     widths = hp.model_dim, int(hp.mlp_mult * hp.model_dim)
     needs = {"CUDA and Triton": triton is not None and device.type == "cuda", "Hopper or newer": is_hopper(device),
              "bf16": dtype == torch.bfloat16, f"widths in eights, not {widths}": not any(w % 8 for w in widths)}
@@ -1044,7 +1028,7 @@ class SelfAttention(nn.Module):
         """x (B, T, model_dim) -> the same from position `first` on."""
         weights = torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight])
         qkv = F.linear(x, weights.to(x.dtype))  # one product: x is read once, its gradient needs no sum
-        q, k, v = self.ops.split_qkv(qkv, value, self.q_gain, rope, self.kv_heads)
+        q, k, v = self.ops.split_qkv(qkv, value, self.q_gain, *rope, self.kv_heads)
         y, v = self.ops.attend(q, k, v)[:, first:], v[:, first:]
         return self.proj((remove_own_value(y, v) if self.use_xsa else y).flatten(2), gain)
 

@@ -48,7 +48,7 @@ def measure(hp: tg.Hyperparameters) -> list[dict]:
     torch.set_float32_matmul_precision("highest")
     attend, _ = tg.choose_attention(hp, device, torch.bfloat16)
     plain = tg.Operations(attend)
-    fused = tg.Operations(attend, tg.split_qkv_fused, tg.mlp_fused, tg.head_losses_fused)
+    fused = tg.Operations(attend, tg.SplitQKV.apply, tg.mlp_fused, tg.head_losses_fused)
     batch, table = hp.train_batch_tokens // 8 // hp.train_seq_len, []
     for name, (inputs, others) in tg.operation_cases(hp, device, torch.bfloat16, batch, hp.train_seq_len).items():
         functions = [getattr(operations, name) for operations in (fused, plain)]
