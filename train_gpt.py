@@ -701,6 +701,10 @@ def math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     future = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device).triu(1)
     return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
 
+def random_inputs(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+
 def largest_error(function: Callable[..., Any], twin: Callable[..., Any], inputs: list[Tensor],
                   constants: Iterable[Any] = ()) -> float:
     """Largest |ours - twin| / |twin| over outputs and gradients, NaN if one is; the twin computes in fp32."""
@@ -720,9 +724,8 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
 
     Each is tried forward and backward: builds exist that import and then fail at the first launch. Raises SetupError.
     """
-    forced, refused, generator = hp.attention != "auto", [], torch.Generator().manual_seed(0)
-    inputs = [torch.randn(2, 96, heads, hp.head_dim, generator=generator).to(device, dtype).requires_grad_()
-              for heads in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)]
+    forced, refused, kv_shape = hp.attention != "auto", [], (2, 96, hp.num_kv_heads, hp.head_dim)
+    inputs = random_inputs(device, dtype, (2, 96, hp.num_heads, hp.head_dim), kv_shape, kv_shape)
     for name in [hp.attention] if forced else ["fa3", "cudnn", "flash", "math"]:
         try:
             if name == "cudnn" and not (device.type == "cuda" if forced else is_hopper(device)):
@@ -963,17 +966,13 @@ def operation_cases(hp: Hyperparameters, device: torch.device, dtype: torch.dtyp
                     length: int) -> dict[str, tuple[list[Tensor], list[Any]]]:
     """Each fused operation's arguments for `batch` random sequences: those that need gradients, then the others."""
     heads, kv_heads, width, hidden = hp.num_heads, hp.num_kv_heads, hp.model_dim, int(hp.mlp_mult * hp.model_dim)
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
-
-    qkv = [draw(batch, length, n * hp.head_dim) for n in (heads + 2 * kv_heads, kv_heads)]
-    weights = [draw(hidden, width) / width ** 0.5, draw(width, hidden) / hidden ** 0.5]
+    qkv, value, gain, x, w_in, w_out, w_head = random_inputs(
+        device, dtype, (batch, length, (heads + 2 * kv_heads) * hp.head_dim), (batch, length, kv_heads * hp.head_dim),
+        (heads,), (batch, length, width), (hidden, width), (width, hidden), (hp.vocab_size, width))
     targets = torch.arange(batch * length, device=device) % hp.vocab_size
-    return {"split_qkv": ([*qkv, draw(heads).float()], [*rope_tables(hp, length, device, dtype), kv_heads]),
-            "mlp": ([draw(batch, length, width), *weights], []),
-            "head_losses": ([draw(batch * length, width), draw(hp.vocab_size, width) / 5], [targets, hp.logit_softcap])}
+    return {"split_qkv": ([qkv, value, gain.float()], [*rope_tables(hp, length, device, dtype), kv_heads]),
+            "mlp": ([x, w_in / width ** 0.5, w_out / hidden ** 0.5], []),
+            "head_losses": ([x.flatten(0, 1), w_head / 5], [targets, hp.logit_softcap])}
 
 def choose_operations(hp: Hyperparameters, attend: AttentionFunction, device: torch.device,
                       dtype: torch.dtype) -> tuple[Operations, str]:
@@ -1092,8 +1091,7 @@ class GPT(nn.Module):
         x = x0 = self.embed_proj(rms_norm(self.tok_emb(ids)))
         rope = self.rope.get(ids.size(1)) or rope_tables(self.hp, ids.size(1), ids.device, x.dtype)
         shared = None if self.ve_shared is None else self.ve_shared(ids)
-        scales = zip(self.hp.ve_layer_list, self.ve_layer_scales)
-        values = {layer: shared * scale.to(shared.dtype) for layer, scale in scales}
+        values = {n: shared * scale.to(x.dtype) for n, scale in zip(self.hp.ve_layer_list, self.ve_layer_scales)}
         skips: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
             keep, add = block.resid_mix
@@ -1127,11 +1125,10 @@ class GPT(nn.Module):
 @torch.no_grad()
 def init_matrices(model: GPT) -> None:
     """Draws tables and matrices in the order of the state dict; small matrices keep PyTorch's default."""
+    deviations = {"tok_emb": model.hp.tied_embed_init_std if model.hp.tie_embeddings else 1.0, "ve_shared.embed": 0.01}
     for name, module in model.named_modules():
-        if name == "tok_emb":
-            module.weight.normal_(0.0, model.hp.tied_embed_init_std if model.hp.tie_embeddings else 1.0)
-        elif name == "ve_shared.embed":
-            module.weight.normal_(0.0, 0.01)
+        if name in deviations:
+            module.weight.normal_(0.0, deviations[name])
         elif isinstance(module, Linear):
             small = min(module.weight.shape) < 64
             if name.endswith(("attn.proj", "mlp.proj", "lm_head")) or (small and name == "ve_shared.proj"):
