@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import difflib
 import faulthandler
-import functools
 import hashlib
 import io
 import json
@@ -22,7 +21,6 @@ import math
 import operator
 import os
 import platform
-import random
 import re
 import shutil
 import subprocess
@@ -694,15 +692,12 @@ def use_sdpa_backend(name: str) -> None:
     for backend in ("cudnn", "flash", "math", "mem_efficient"):
         getattr(torch.backends.cuda, f"enable_{backend}_sdp")(backend == name)
 
-def fa3_attention() -> AttentionFunction:
-    """FlashAttention-3's function in our signature. Raises ImportError when the package is not there."""
+def fa3_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashAttention-3. Raises ImportError when the package is not there."""
     from flash_attn_interface import flash_attn_func
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flash_attn_func(q, k, v, causal=True)
-        return out[0] if isinstance(out, tuple) else out  # some versions also return the log-sum-exp
-
-    return attend
+    out = flash_attn_func(q, k, v, causal=True)
+    return out[0] if isinstance(out, tuple) else out  # some versions also return the log-sum-exp
 
 def math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The definition, written out: what every kernel must equal."""
@@ -711,48 +706,44 @@ def math_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     future = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device).triu(1)
     return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
 
-def largest_error(function: Callable[..., Any], twin: Callable[..., Any], inputs: list[Tensor]) -> float:
-    """Largest |ours - twin| / |twin| over outputs and gradients; the twin computes in fp32. NaN comes back as inf."""
+def random_inputs(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+
+def largest_error(function: Callable[..., Any], twin: Callable[..., Any], inputs: list[Tensor],
+                  constants: Iterable[Any] = ()) -> float:
+    """Largest |ours - twin| / |twin| over outputs and gradients, NaN if one is; the twin computes in fp32."""
     results = []
     for run, values in ((function, inputs), (twin, [x.detach().float().requires_grad_() for x in inputs])):
-        out = run(*values)
+        out = run(*values, *constants)
         outs = out if isinstance(out, tuple) else (out,)
-        results.append([*outs, *torch.autograd.grad(sum(o.float().square().sum() for o in outs), values)])
-    pairs = ((ours.detach().float(), twins.detach()) for ours, twins in zip(*results))
-    errors = [float((ours - twins).norm() / twins.norm()) for ours, twins in pairs]
-    return max(math.inf if math.isnan(error) else error for error in errors)
+        gradients = torch.autograd.grad(sum(o.float().square().sum() for o in outs), values)
+        results.append([t.detach().float() for t in (*outs, *gradients)])
+    return float(torch.stack([(ours - twins).norm() / twins.norm() for ours, twins in zip(*results)]).max())
 
-def try_attention(name: str, hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> AttentionFunction:
-    """Prepares one kernel and probes a tiny forward and backward. Raises ImportError or RuntimeError with the reason.
-
-    Import success proves nothing: builds exist that import and then fail at the first launch.
-    """
-    if name == "cudnn" and device.type != "cuda":
-        raise RuntimeError("needs a CUDA GPU")
-    if name == "cudnn" and hp.attention == "auto" and torch.cuda.get_device_capability(device) < (9, 0):
-        raise RuntimeError("slower than flash before Hopper")
-    function = fa3_attention() if name == "fa3" else sdpa_attention
-    if name != "fa3":
-        use_sdpa_backend(name)
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(2, 96, heads, hp.head_dim, generator=generator).to(device, dtype).requires_grad_()
-              for heads in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)]
-    error = largest_error(function, math_attention, inputs)
-    if not error < 3e-2:  # bf16 rounding is under 1e-2
-        raise RuntimeError(f"its result is off by {error:.1e}")
-    return function
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> tuple[AttentionFunction, str]:
-    """FlashAttention-3, else cuDNN on Hopper or newer, else flash, else math, and why; ATTENTION forces one."""
-    refused = []
-    for name in ["fa3", "cudnn", "flash", "math"] if hp.attention == "auto" else [hp.attention]:
+    """FlashAttention-3, else cuDNN on Hopper or newer, else flash, else math, and why; ATTENTION forces one.
+
+    Each is tried forward and backward: builds exist that import and then fail at the first launch. Raises SetupError.
+    """
+    forced, refused, kv_shape = hp.attention != "auto", [], (2, 96, hp.num_kv_heads, hp.head_dim)
+    inputs = random_inputs(device, dtype, (2, 96, hp.num_heads, hp.head_dim), kv_shape, kv_shape)
+    for name in [hp.attention] if forced else ["fa3", "cudnn", "flash", "math"]:
         try:
-            function = try_attention(name, hp, device, dtype)
+            if name == "cudnn" and not (device.type == "cuda" if forced else is_hopper(device)):
+                raise RuntimeError("needs a CUDA GPU; slower than flash before Hopper")
+            if name != "fa3":
+                use_sdpa_backend(name)
+            function = fa3_attention if name == "fa3" else sdpa_attention
+            if not (error := largest_error(function, math_attention, inputs)) < 3e-2:  # bf16 rounding is under 1e-2
+                raise RuntimeError(f"its result is off by {error:.1e}")
+            reason = f"ATTENTION={name}" if forced else "; ".join(refused) or "first choice"
+            return function, f"{name} ({reason})"
         except (ImportError, RuntimeError, AttributeError, TypeError) as error:
             refused.append(f"{name}: {str(error).splitlines()[0]}")
-            continue
-        reason = "; ".join(refused) if hp.attention == "auto" else f"ATTENTION={name}"
-        return function, f"{name} ({reason or 'first choice'})"
     raise SetupError(f"ATTENTION={hp.attention} cannot be used here: {'; '.join(refused)}; unset ATTENTION")
 
 
@@ -766,137 +757,98 @@ except ImportError:  # the plain functions are used, and the log says so
     triton = None
 
 QKV = tuple[Tensor, Tensor, Tensor]  # (B, T, H, D), (B, T, KV, D), (B, T, KV, D)
+Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, rotated dims / 2)
 RMS_EPS = 2.0 ** -23  # F.rms_norm's default: fp32's epsilon, also for bf16
 HEAD_ROWS = 64  # tokens of a program that works on one head
 MLP_TILE = (128, 128, 64)  # rows, columns and depth; measured best of 25 variants on an H200, with 3 stages and 8 warps
 
-def jit(function: Callable) -> Callable:
-    return triton.jit(function) if triton else function
-
-def power_of_two(n: int) -> int:
-    """The next one from n on: Triton's tiles have such widths."""
-    return 1 << (n - 1).bit_length()
+jit = triton.jit if triton else lambda function: function
 
 def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
-def rope_tables(hp: Hyperparameters, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (length, 1, dims / 2), computed in fp32; the base grows beyond the training length."""
+def rope_tables(hp: Hyperparameters, length: int, device: torch.device, dtype: torch.dtype) -> Rope:
+    """Tables for `length` positions, computed in fp32; the base grows beyond the training length."""
     dims = hp.rope_dims or hp.head_dim
-    base = hp.rope_base
-    if length > hp.train_seq_len:
-        base *= (length / hp.train_seq_len) ** (dims / (dims - 2))
+    base = hp.rope_base * max(1.0, length / hp.train_seq_len) ** (dims / (dims - 2))
     frequencies = base ** -(torch.arange(0, dims, 2, dtype=torch.float32, device=device) / dims)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)[:, None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first dims of each head as halves (a, b); x (B, T, H, D)."""
-    cos, sin = rope
     half = cos.size(-1)
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
     return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
 
-def split_qkv(qkv: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], gain: Tensor, kv_heads: int) -> QKV:
+def split_qkv(qkv: Tensor, value: Tensor | None, gain: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> QKV:
     """One product (B, T, (H + 2 KV) D) -> normed, rotated q (times `gain` (H)) and k, and v (plus `value`)."""
     q, k, v = qkv.unflatten(-1, (len(gain) + 2 * kv_heads, -1)).split([len(gain), kv_heads, kv_heads], dim=2)
-    q = rotate(rms_norm(q), rope) * gain.to(q.dtype)[:, None]
-    return q, rotate(rms_norm(k), rope), v if value is None else v + value.view_as(v)
+    q = rotate(rms_norm(q), cos, sin) * gain.to(q.dtype)[:, None]
+    return q, rotate(rms_norm(k), cos, sin), v if value is None else v + value.view_as(v)
 
 @jit
-def head_rows(base_ptr, tokens, heads, head, dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
-    """Pointers and mask of a tile (rows, width): one head of the tokens of program 0, in (tokens, heads, dim)."""
-    token = tl.program_id(0) * rows + tl.arange(0, rows)
-    column = tl.arange(0, width)
-    inside = (token < tokens)[:, None] & (column < dim)[None, :]
-    return base_ptr + (token.to(tl.int64) * heads + head)[:, None] * dim + column[None, :], inside
+def split_qkv_kernel(x_ptr, value_ptr, gain_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, dx_ptr, dgain_ptr, tokens,
+                     length, heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, half: tl.constexpr,
+                     eps: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
+    """A tile (rows, width), one head of some tokens, from x to q, k or v.
 
-@jit
-def rope_tile(cos_ptr, sin_ptr, length, half: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
-    """Factors of a tile's own and partner values, (rows, width), and the way to the partner, (1, width)."""
-    position = (tl.program_id(0) * rows + tl.arange(0, rows)) % length
-    column = tl.arange(0, width)
-    at = position[:, None] * half + (column % half)[None, :]
-    first, rotated = (column < half)[None, :], (column < 2 * half)[None, :]
-    cos = tl.load(cos_ptr + at, mask=rotated, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + at, mask=rotated, other=0.0).to(tl.float32)
-    return cos, tl.where(first, sin, -sin), tl.where(rotated, tl.where(first, half, -half), 0)
-
-@jit
-def split_qkv_forward(x_ptr, value_ptr, cos_ptr, sin_ptr, gain_ptr, q_ptr, k_ptr, v_ptr, tokens, length,
-                      heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, half: tl.constexpr,
-                      eps: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
-    head = tl.program_id(1)
-    x_at, inside = head_rows(x_ptr, tokens, heads + 2 * kv_heads, head, dim, rows, width)
-    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    With `dx_ptr` q, k and v hold their gradients, and the tile goes back to the gradients of x and gain.
+    """
+    head, column = tl.program_id(1), tl.arange(0, width)[None, :]
+    row = (tl.program_id(0) * rows + tl.arange(0, rows))[:, None]
+    inside, token = (row < tokens) & (column < dim), row.to(tl.int64)
+    x_at = (token * (heads + 2 * kv_heads) + head) * dim + column
+    own_at = tl.where(head < heads, token * heads + head, token * kv_heads + (head - heads) % kv_heads) * dim + column
+    own_ptr, gain = v_ptr, 1.0
+    if head < heads:
+        own_ptr, gain = q_ptr, tl.load(gain_ptr + head)
+    elif head < heads + kv_heads:
+        own_ptr = k_ptr
+    from_at = x_ptr + x_at if dx_ptr is None else own_ptr + own_at
     if head >= heads + kv_heads:
-        out_at, _ = head_rows(v_ptr, tokens, kv_heads, head - heads - kv_heads, dim, rows, width)
+        y = tl.load(from_at, mask=inside, other=0.0).to(tl.float32)
         if value_ptr is not None:
-            value_at, _ = head_rows(value_ptr, tokens, kv_heads, head - heads - kv_heads, dim, rows, width)
-            x += tl.load(value_at, mask=inside, other=0.0).to(tl.float32)
+            y += tl.load(value_ptr + own_at, mask=inside, other=0.0).to(tl.float32)
     else:
-        cos, sin, partner = rope_tile(cos_ptr, sin_ptr, length, half, rows, width)
-        other = tl.load(x_at + partner, mask=inside, other=0.0).to(tl.float32)
+        rope_at, first, rotated = row % length * half + column % half, column < half, column < 2 * half
+        cos = tl.load(cos_ptr + rope_at, mask=rotated, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + rope_at, mask=rotated, other=0.0).to(tl.float32)
+        sin = tl.where(first == (dx_ptr is None), sin, -sin)
+        partner_at = from_at + tl.where(rotated, tl.where(first, half, -half), 0)
+        y = tl.load(from_at, mask=inside, other=0.0).to(tl.float32)
+        x = y if dx_ptr is None else tl.load(x_ptr + x_at, mask=inside, other=0.0).to(tl.float32)
+        y = y * cos + tl.load(partner_at, mask=inside, other=0.0).to(tl.float32) * sin
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
-        if head < heads:
-            scale *= tl.load(gain_ptr + head)
-            out_at, _ = head_rows(q_ptr, tokens, heads, head, dim, rows, width)
-        else:
-            out_at, _ = head_rows(k_ptr, tokens, kv_heads, head - heads, dim, rows, width)
-        x = (x * cos + other * sin) * scale[:, None]
-    tl.store(out_at, x.to(x_ptr.dtype.element_ty), mask=inside)
-
-@jit
-def split_qkv_backward(x_ptr, cos_ptr, sin_ptr, gain_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, dgain_ptr, tokens, length,
-                       heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, half: tl.constexpr,
-                       eps: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
-    head = tl.program_id(1)
-    x_at, inside = head_rows(x_ptr, tokens, heads + 2 * kv_heads, head, dim, rows, width)
-    dx_at, _ = head_rows(dx_ptr, tokens, heads + 2 * kv_heads, head, dim, rows, width)
-    if head >= heads + kv_heads:
-        d_at, _ = head_rows(dv_ptr, tokens, kv_heads, head - heads - kv_heads, dim, rows, width)
-        dx = tl.load(d_at, mask=inside, other=0.0).to(tl.float32)
-    else:
-        gain = 1.0
-        if head < heads:
-            gain = tl.load(gain_ptr + head)
-            d_at, _ = head_rows(dq_ptr, tokens, heads, head, dim, rows, width)
-        else:
-            d_at, _ = head_rows(dk_ptr, tokens, kv_heads, head - heads, dim, rows, width)
-        cos, sin, partner = rope_tile(cos_ptr, sin_ptr, length, half, rows, width)
-        d = tl.load(d_at, mask=inside, other=0.0).to(tl.float32) * cos
-        d -= tl.load(d_at + partner, mask=inside, other=0.0).to(tl.float32) * sin  # rotated back
-        x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
-        x *= scale[:, None]
-        along = tl.sum(d * x, axis=1)
-        dx = (d - x * (along / dim)[:, None]) * (scale * gain)[:, None]
-        if head < heads:
-            tl.store(dgain_ptr + tl.program_id(0) * heads + head, tl.sum(along))
-    tl.store(dx_at, dx.to(x_ptr.dtype.element_ty), mask=inside)
+        if dx_ptr is not None:
+            x *= scale[:, None]
+            along = tl.sum(y * x, axis=1)
+            y -= x * (along / dim)[:, None]
+            if head < heads:
+                tl.store(dgain_ptr + tl.program_id(0) * heads + head, tl.sum(along))
+        y *= (scale * gain)[:, None]
+    tl.store(own_ptr + own_at if dx_ptr is None else dx_ptr + x_at, y.to(x_ptr.dtype.element_ty), mask=inside)
 
 class SplitQKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv, value, cos, sin, gain, kv_heads):
+    def forward(ctx, qkv, value, gain, cos, sin, kv_heads):
         (batch, length, width), heads = qkv.shape, len(gain)
         dim = width // (heads + 2 * kv_heads)
         q, k, v = (qkv.new_empty(batch, length, n, dim) for n in (heads, kv_heads, kv_heads))
         ctx.grid, ctx.has_value = (-(-batch * length // HEAD_ROWS), heads + 2 * kv_heads), value is not None
-        ctx.sizes = (batch * length, length, heads, kv_heads, dim, cos.size(-1), RMS_EPS, HEAD_ROWS, power_of_two(dim))
-        ctx.save_for_backward(qkv, cos, sin, gain)
-        split_qkv_forward[ctx.grid](qkv, value, cos, sin, gain, q, k, v, *ctx.sizes)
+        tile = (HEAD_ROWS, 1 << (dim - 1).bit_length())  # powers of two
+        ctx.sizes = (batch * length, length, heads, kv_heads, dim, cos.size(-1), RMS_EPS, *tile)
+        ctx.save_for_backward(qkv, gain, cos, sin)
+        split_qkv_kernel[ctx.grid](qkv, value, gain, cos, sin, q, k, v, None, None, *ctx.sizes)
         return q, k, v
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        qkv, cos, sin, gain = ctx.saved_tensors
+        qkv, gain, cos, sin = ctx.saved_tensors
         dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
         dqkv, dgain = torch.empty_like(qkv), gain.new_empty(ctx.grid[0], len(gain))
-        split_qkv_backward[ctx.grid](qkv, cos, sin, gain, dq, dk, dv, dqkv, dgain, *ctx.sizes)
-        return dqkv, dv.flatten(2) if ctx.has_value else None, None, None, dgain.sum(0), None
-
-def split_qkv_fused(qkv: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], gain: Tensor, kv_heads: int) -> QKV:
-    return SplitQKV.apply(qkv, value, *rope, gain, kv_heads)
+        split_qkv_kernel[ctx.grid](qkv, None, gain, cos, sin, dq, dk, dv, dqkv, dgain, *ctx.sizes)
+        return dqkv, dv.flatten(2) if ctx.has_value else None, dgain.sum(0), None, None, None
 
 def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     """XSA: drops from each head's output (B, T, H, D) its part along the value (B, T, KV, D) at the same position."""
@@ -949,8 +901,8 @@ def run_mlp_kernel(a: Tensor, b: Tensor, hidden: Tensor | None, mode: str) -> Te
 
 class FusedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w_in, w_out):
-        hidden = run_mlp_kernel(x, w_in, None, "train")
+    def forward(ctx, x, w_in, w_out, training):
+        hidden = run_mlp_kernel(x, w_in, None, "train" if training else "evaluate")
         ctx.save_for_backward(x, w_in, w_out, hidden)
         return F.linear(hidden, w_out)
 
@@ -959,13 +911,10 @@ class FusedMLP(torch.autograd.Function):
         x, w_in, w_out, hidden = ctx.saved_tensors
         d = d.contiguous()
         d_product = run_mlp_kernel(d, w_out.T.contiguous(), hidden, "backward")
-        return d_product @ w_in, d_product.T @ x, d.T @ hidden
+        return d_product @ w_in, d_product.T @ x, d.T @ hidden, None
 
 def mlp_fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-    rows = x.flatten(0, -2)
-    if torch.is_grad_enabled():
-        return FusedMLP.apply(rows, w_in, w_out).view_as(x)
-    return F.linear(run_mlp_kernel(rows, w_in, None, "evaluate"), w_out).view_as(x)
+    return FusedMLP.apply(x.flatten(0, -2), w_in, w_out, torch.is_grad_enabled()).view_as(x)
 
 def head_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
     """fp32 nats of the targets (N) from the last activations (N, D), the head (V, D) and logits cap * tanh(z / cap)."""
@@ -990,80 +939,59 @@ def losses_kernel(logits_ptr, targets_ptr, losses_ptr, vocab, cap: tl.constexpr,
         dz = (exps / total - hit.to(tl.float32)) * (1 - tanh * tanh)
         tl.store(at, dz.to(logits_ptr.dtype.element_ty), mask=inside)
 
-def run_losses_kernel(logits: Tensor, targets: Tensor, cap: float, gradient: bool) -> Tensor:
-    rows, vocab = logits.shape
-    losses = logits.new_empty(rows, dtype=torch.float32)
-    losses_kernel[(rows,)](logits, targets, losses, vocab, cap, gradient, power_of_two(vocab),
-                           num_warps=min(max(power_of_two(vocab) // 512, 4), 32))
-    return losses
-
 class HeadLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, cap):
-        d_logits = F.linear(x, weight)
-        losses = run_losses_kernel(d_logits, targets, cap, True)
-        ctx.save_for_backward(x, weight, d_logits)
+    def forward(ctx, x, weight, targets, cap, training):
+        logits = F.linear(x, weight)  # in training the kernel replaces them
+        (rows, vocab), width = logits.shape, 1 << (weight.size(0) - 1).bit_length()
+        losses = logits.new_empty(rows, dtype=torch.float32)
+        losses_kernel[(rows,)](logits, targets, losses, vocab, cap, training, width,
+                               num_warps=min(max(width // 512, 4), 32))
+        ctx.save_for_backward(x, weight, logits)
         return losses
 
     @staticmethod
     def backward(ctx, d_losses):
         x, weight, d_logits = ctx.saved_tensors
         d_losses = d_losses.to(x.dtype)[:, None]
-        return d_logits @ weight * d_losses, d_logits.T @ (x * d_losses), None, None
+        return d_logits @ weight * d_losses, d_logits.T @ (x * d_losses), None, None, None
 
 def head_losses_fused(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
-    if torch.is_grad_enabled():
-        return HeadLosses.apply(x, weight, targets, cap)
-    return run_losses_kernel(F.linear(x, weight), targets, cap, False)
+    return HeadLosses.apply(x, weight, targets, cap, torch.is_grad_enabled())
 
 @dataclass(frozen=True)
 class Operations:
     """What the model computes with: the plain functions, or others that equal them."""
-
     attend: AttentionFunction
     split_qkv: Callable[..., QKV] = split_qkv
     mlp: Callable[[Tensor, Tensor, Tensor], Tensor] = mlp
     head_losses: Callable[..., Tensor] = head_losses
 
-def fused_operations(attend: AttentionFunction) -> Operations:
-    return Operations(attend, split_qkv_fused, mlp_fused, head_losses_fused)
-
 def operation_cases(hp: Hyperparameters, device: torch.device, dtype: torch.dtype, batch: int,
-                    length: int) -> dict[str, tuple[list[Tensor], Callable[..., Any]]]:
-    """For each operation random inputs (batch sequences) and how to call it on them: call(function, *inputs)."""
-    generator = torch.Generator().manual_seed(0)
-    heads, kv, dim, width = hp.num_heads, hp.num_kv_heads, hp.head_dim, hp.model_dim
-    hidden = int(hp.mlp_mult * width)
-    rope = rope_tables(hp, length, device, dtype)
+                    length: int) -> dict[str, tuple[list[Tensor], list[Any]]]:
+    """Each fused operation's arguments for `batch` random sequences: those that need gradients, then the others."""
+    heads, kv_heads, width, hidden = hp.num_heads, hp.num_kv_heads, hp.model_dim, int(hp.mlp_mult * hp.model_dim)
+    qkv, value, gain, x, w_in, w_out, w_head = random_inputs(
+        device, dtype, (batch, length, (heads + 2 * kv_heads) * hp.head_dim), (batch, length, kv_heads * hp.head_dim),
+        (heads,), (batch, length, width), (hidden, width), (width, hidden), (hp.vocab_size, width))
     targets = torch.arange(batch * length, device=device) % hp.vocab_size
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype).requires_grad_()
-
-    return {
-        "split_qkv": ([draw(batch, length, (heads + 2 * kv) * dim), draw(batch, length, kv * dim), draw(heads)],
-                      lambda f, x, value, gain: f(x, value, [t.to(x.dtype) for t in rope], gain.float(), kv)),
-        "mlp": ([draw(batch, length, width), draw(hidden, width, scale=width ** -0.5),
-                 draw(width, hidden, scale=hidden ** -0.5)], lambda f, *x: f(*x)),
-        "head_losses": ([draw(batch * length, width), draw(hp.vocab_size, width, scale=0.2)],
-                        lambda f, x, weight: f(x, weight, targets, hp.logit_softcap))}
+    return {"split_qkv": ([qkv, value, gain.float()], [*rope_tables(hp, length, device, dtype), kv_heads]),
+            "mlp": ([x, w_in / width ** 0.5, w_out / hidden ** 0.5], []),
+            "head_losses": ([x.flatten(0, 1), w_head / 5], [targets, hp.logit_softcap])}
 
 def choose_operations(hp: Hyperparameters, attend: AttentionFunction, device: torch.device,
                       dtype: torch.dtype) -> tuple[Operations, str]:
     """The Triton kernels on Hopper or newer GPUs in bf16, else plain PyTorch, and why; KERNELS=1 insists."""
-    plain, fused, hidden = Operations(attend), fused_operations(attend), int(hp.mlp_mult * hp.model_dim)
-    checks = [(triton is not None and device.type == "cuda", "need CUDA and Triton"),
-              (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0), "need Hopper or newer"),
-              (dtype == torch.bfloat16, "need bf16"),
-              (hp.model_dim % 8 == hidden % 8 == 0, f"need widths in eights, not {hp.model_dim} and {hidden}")]
-    refused = [reason for holds, reason in checks if not holds]
+    plain, fused = Operations(attend), Operations(attend, SplitQKV.apply, mlp_fused, head_losses_fused)
+    widths = hp.model_dim, int(hp.mlp_mult * hp.model_dim)
+    needs = {"CUDA and Triton": triton is not None and device.type == "cuda", "Hopper or newer": is_hopper(device),
+             "bf16": dtype == torch.bfloat16, f"widths in eights, not {widths}": not any(w % 8 for w in widths)}
+    refused = [f"need {need}" for need, met in needs.items() if not met]
     if hp.kernels == "0":
         return plain, "0 (KERNELS=0)"
     try:
-        for name, (inputs, call) in operation_cases(hp, device, dtype, 2, 96).items() if not refused else ():
-            runs = [functools.partial(call, getattr(operations, name)) for operations in (fused, plain)]
-            error = largest_error(*runs, inputs)
-            if not error < 3e-2:  # bf16 rounding is under 1e-2
+        for name, case in operation_cases(hp, device, dtype, 2, 96).items() if not refused else ():
+            if not (error := largest_error(getattr(fused, name), getattr(plain, name), *case)) < 3e-2:
                 refused.append(f"WARNING: slow; {name} is off by {error:.1e}")
     except Exception as error:  # noqa: BLE001 - compilers fail in many ways; each means that the kernels are of no use
         refused.append(f"WARNING: slow; {type(error).__name__}: {str(error).splitlines()[0]}")
@@ -1080,7 +1008,6 @@ class Linear(nn.Linear):
     A gain on the outputs is multiplied into the weight's rows: the same product, but neither the scaled activations
     nor the sum over all tokens for the gain's gradient pass through memory.
     """
-
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__(fan_in, fan_out, bias=False)
 
@@ -1095,28 +1022,24 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.kv_heads, self.ops, self.use_xsa = hp.num_kv_heads, ops, use_xsa
         kv_dim = hp.num_kv_heads * hp.head_dim
-        self.q_gain = nn.Parameter(torch.empty(hp.num_heads))
+        self.q_gain = nn.Parameter(torch.full((hp.num_heads,), hp.qk_gain_init))
         self.c_q = Linear(hp.model_dim, hp.model_dim)
         self.c_k = Linear(hp.model_dim, kv_dim)
         self.c_v = Linear(hp.model_dim, kv_dim)
         self.proj = Linear(hp.model_dim, hp.model_dim)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], value: Tensor | None, gain: Tensor,
-                first: int = 0) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, value: Tensor | None, gain: Tensor, first: int) -> Tensor:
         """x (B, T, model_dim) -> the same from position `first` on."""
         weights = torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight])
         qkv = F.linear(x, weights.to(x.dtype))  # one product: x is read once, its gradient needs no sum
-        q, k, v = self.ops.split_qkv(qkv, value, rope, self.q_gain, self.kv_heads)
+        q, k, v = self.ops.split_qkv(qkv, value, self.q_gain, *rope, self.kv_heads)
         y, v = self.ops.attend(q, k, v)[:, first:], v[:, first:]
-        if self.use_xsa:
-            y = remove_own_value(y, v)
-        return self.proj(y.flatten(2), gain)
+        return self.proj((remove_own_value(y, v) if self.use_xsa else y).flatten(2), gain)
 
 class MLP(nn.Module):
     def __init__(self, hp: Hyperparameters, ops: Operations) -> None:
         super().__init__()
-        hidden = int(hp.mlp_mult * hp.model_dim)
-        self.ops = ops
+        self.ops, hidden = ops, int(hp.mlp_mult * hp.model_dim)
         self.fc = Linear(hp.model_dim, hidden)
         self.proj = Linear(hidden, hp.model_dim)
 
@@ -1127,74 +1050,74 @@ class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: int, ops: Operations) -> None:
         super().__init__()
         self.norm_scale = 1.0 / math.sqrt(layer + 1) if hp.ln_scale else 1.0
-        self.attn_scale = nn.Parameter(torch.empty(hp.model_dim))
-        self.mlp_scale = nn.Parameter(torch.empty(hp.model_dim))
-        self.resid_mix = nn.Parameter(torch.empty(2, hp.model_dim))
+        self.attn_scale = nn.Parameter(torch.ones(hp.model_dim))
+        self.mlp_scale = nn.Parameter(torch.ones(hp.model_dim))
+        self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, hp.model_dim))
         self.attn = SelfAttention(hp, ops, use_xsa=layer >= hp.num_layers - hp.xsa_last_n)
         self.mlp = MLP(hp, ops)
 
-    def forward(self, terms: list[tuple[Tensor, Tensor]], rope: tuple[Tensor, Tensor], value: Tensor | None,
-                first: int = 0) -> Tensor:
-        """(tensor (B, T, model_dim), factor (model_dim)) to add up -> (B, T - first, model_dim)."""
-        x = sum(factor.to(tensor.dtype) * tensor for tensor, factor in terms)
+    def forward(self, x: Tensor, rope: Rope, value: Tensor | None, first: int) -> Tensor:
+        """x (B, T, model_dim) -> (B, T - first, model_dim)."""
         x = x[:, first:] + self.attn(rms_norm(x) * self.norm_scale, rope, value, self.attn_scale, first)
         return x + self.mlp(rms_norm(x) * self.norm_scale, self.mlp_scale)
 
 class ValueEmbedding(nn.Module):
     """One table of token values for several layers: proj(embed[ids]) * scale, (B, T, kv_dim)."""
-
     def __init__(self, hp: Hyperparameters) -> None:
         super().__init__()
         kv_dim = hp.num_kv_heads * hp.head_dim
-        self.scale = nn.Parameter(torch.empty(()))
+        self.scale = nn.Parameter(torch.tensor(0.1))
         self.embed = nn.Embedding(hp.vocab_size, hp.ve_dim)
-        self.proj = Linear(hp.ve_dim, kv_dim) if hp.ve_dim != kv_dim else None
+        self.proj = Linear(hp.ve_dim, kv_dim) if hp.ve_dim != kv_dim else nn.Identity()
 
     def forward(self, ids: Tensor) -> Tensor:
-        value = self.embed(ids)
-        value = value if self.proj is None else self.proj(value)
+        value = self.proj(self.embed(ids))
         return value * self.scale.to(value.dtype)
 
 class GPT(nn.Module):
     """U-Net transformer: the first half of the blocks feeds gated skips to the second half, last output first."""
-
     def __init__(self, hp: Hyperparameters, ops: Operations) -> None:
         super().__init__()
-        self.hp, self.ops = hp, ops
-        self.rope: dict[int, tuple[Tensor, Tensor]] = {}  # by length; in the graph they would be computed per element
-        self.encoder_layers = hp.num_layers // 2
-        skips = min(self.encoder_layers, hp.num_layers - self.encoder_layers)
-        self.skip_weights = nn.Parameter(torch.empty(skips, hp.model_dim))
-        self.skip_gates = nn.Parameter(torch.empty(skips, hp.model_dim)) if hp.skip_gates_enabled else None
+        self.hp, self.ops, self.skips = hp, ops, hp.num_layers // 2
+        self.rope: dict[int, Rope] = {}  # by length; in the graph they would be computed per element
+        self.skip_weights = nn.Parameter(torch.ones(self.skips, hp.model_dim))
+        self.skip_gates = nn.Parameter(torch.zeros(self.skips, hp.model_dim)) if hp.skip_gates_enabled else None
         self.tok_emb = nn.Embedding(hp.vocab_size, hp.embedding_dim)
-        projected = hp.embedding_dim != hp.model_dim
-        self.embed_proj = Linear(hp.embedding_dim, hp.model_dim) if projected else None
-        self.head_proj = Linear(hp.model_dim, hp.embedding_dim) if projected else None
+        projection = Linear if hp.embedding_dim != hp.model_dim else nn.Identity
+        self.embed_proj = projection(hp.embedding_dim, hp.model_dim)
+        self.head_proj = projection(hp.model_dim, hp.embedding_dim)
         self.blocks = nn.ModuleList(Block(hp, layer, ops) for layer in range(hp.num_layers))
         self.ve_shared = ValueEmbedding(hp) if hp.ve_layer_list else None
-        self.ve_layer_scales = nn.ParameterList(nn.Parameter(torch.empty(1)) for _ in hp.ve_layer_list)
+        self.ve_layer_scales = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in hp.ve_layer_list)
         self.lm_head = None if hp.tie_embeddings else Linear(hp.embedding_dim, hp.vocab_size)
 
     def hidden(self, ids: Tensor, first: int = 0) -> Tensor:
         """Token ids (B, T) -> normed output (B, T - first, model_dim): what comes before `first` is context only."""
-        x = rms_norm(self.tok_emb(ids))
-        x = x0 = x if self.embed_proj is None else self.embed_proj(x)
+        x = x0 = self.embed_proj(rms_norm(self.tok_emb(ids)))
         rope = self.rope.get(ids.size(1)) or rope_tables(self.hp, ids.size(1), ids.device, x.dtype)
-        values = self._values(ids)
-        skips = []
+        shared = None if self.ve_shared is None else self.ve_shared(ids)
+        values = {n: shared * scale.to(x.dtype) for n, scale in zip(self.hp.ve_layer_list, self.ve_layer_scales)}
+        skips: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
             keep, add = block.resid_mix
-            terms = [(x, keep), (x0, add)]
-            if layer >= self.encoder_layers and skips:
-                terms = [*self._with_skip(layer - self.encoder_layers, x, skips.pop(), keep), (x0, add)]
-            x = block(terms, rope, values.get(layer), first if layer == len(self.blocks) - 1 else 0)
-            if layer < self.encoder_layers:
+            terms = [(keep, x), (add, x0)]
+            if skips and layer >= self.skips:
+                # keep * lerp(weight * skip, x, sigmoid(gate)), without gates keep * (x + weight * skip). Folded factors
+                # need three sums over all tokens for their gradients, nested products would need four.
+                i, gate, rest = layer - self.skips, 1.0, 1.0
+                if self.skip_gates is not None:
+                    gate = torch.sigmoid(self.skip_gates[i])
+                    rest = 1 - gate
+                terms = [(keep * gate, x), (keep * rest * self.skip_weights[i], skips.pop()), (add, x0)]
+            x = sum(factor.to(x.dtype) * term for factor, term in terms)
+            x = block(x, rope, values.get(layer), first if layer == len(self.blocks) - 1 else 0)
+            if layer < self.skips:
                 skips.append(x)
         return rms_norm(x)
 
     def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Normed output (..., model_dim) -> what the head multiplies: (..., embedding_dim) and (vocab_size, same)."""
-        x = hidden if self.head_proj is None else self.head_proj(hidden)
+        x = self.head_proj(hidden)
         return x, self.tok_emb.weight.to(x.dtype) if self.lm_head is None else self.lm_head.cast(x.dtype)
 
     def forward(self, ids: Tensor, targets: Tensor, first: int = 0, reduction: str = "mean") -> Tensor:
@@ -1204,87 +1127,47 @@ class GPT(nn.Module):
         losses = self.ops.head_losses(x.flatten(0, 1), weight, targets.flatten(), self.hp.logit_softcap)
         return losses.mean() if reduction == "mean" else losses.view_as(targets)
 
-    def _values(self, ids: Tensor) -> dict[int, Tensor]:
-        if self.ve_shared is None:
-            return {}
-        shared = self.ve_shared(ids)
-        scales = zip(self.hp.ve_layer_list, self.ve_layer_scales)
-        return {layer: shared * scale.to(shared.dtype) for layer, scale in scales}
-
-    def _with_skip(self, i: int, x: Tensor, skip: Tensor, keep: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Terms of keep * lerp(weight * skip, x, sigmoid(gate)), or of keep * (x + weight * skip) without gates.
-
-        Folded factors need three sums over all tokens for their gradients, the nested products would need four.
-        """
-        if self.skip_gates is None:
-            return [(x, keep), (skip, keep * self.skip_weights[i])]
-        gate = torch.sigmoid(self.skip_gates[i])
-        return [(x, keep * gate), (skip, keep * (1 - gate) * self.skip_weights[i])]
-
-CONSTANT_INITS = {"attn_scale": 1.0, "mlp_scale": 1.0, "skip_weights": 1.0, "skip_gates": 0.0, "ve_shared.scale": 0.1,
-                  "ve_layer_scales": 1.0}
-ZERO_INITS = ("attn.proj.weight", "mlp.proj.weight", "lm_head.weight")
-
 @torch.no_grad()
-def init_weights(model: GPT) -> None:
-    """Initialises every parameter in the order of the state dict; fails on one it does not know."""
-    hp = model.hp
-    for name, p in model.named_parameters():
-        constant = next((value for key, value in CONSTANT_INITS.items() if key in name), None)
-        if constant is not None:
-            p.fill_(constant)
-        elif name.endswith("resid_mix"):
-            p.copy_(torch.tensor([1.0, 0.0])[:, None].expand_as(p))
-        elif name.endswith("q_gain"):
-            p.fill_(hp.qk_gain_init)
-        elif name == "tok_emb.weight":
-            p.normal_(0.0, hp.tied_embed_init_std if hp.tie_embeddings else 1.0)
-        elif name == "ve_shared.embed.weight":
-            p.normal_(0.0, 0.01)
-        elif name.endswith(ZERO_INITS) or (name == "ve_shared.proj.weight" and min(p.shape) < 64):
-            p.zero_()
-        elif p.ndim == 2 and min(p.shape) >= 64:
-            nn.init.orthogonal_(p)
-        else:
-            assert p.ndim == 2, f"no initialisation for parameter {name} of shape {tuple(p.shape)}"
-            nn.init.kaiming_uniform_(p, a=math.sqrt(5))  # PyTorch's default for a linear layer
+def init_matrices(model: GPT) -> None:
+    """Draws tables and matrices in the order of the state dict; small matrices keep PyTorch's default."""
+    deviations = {"tok_emb": model.hp.tied_embed_init_std if model.hp.tie_embeddings else 1.0, "ve_shared.embed": 0.01}
+    for name, module in model.named_modules():
+        if name in deviations:
+            module.weight.normal_(0.0, deviations[name])
+        elif isinstance(module, Linear):
+            small = min(module.weight.shape) < 64
+            if name.endswith(("attn.proj", "mlp.proj", "lm_head")) or (small and name == "ve_shared.proj"):
+                module.weight.zero_()
+            elif not small:
+                nn.init.orthogonal_(module.weight)
 
 def is_control(name: str, hp: Hyperparameters) -> bool:
     return any(pattern in name for pattern in hp.control_patterns)
 
-@torch.no_grad()
-def set_precision(model: GPT, dtype: torch.dtype) -> None:
-    """bf16 rounds all parameters; linear weights, control tensors and vectors go back to fp32, tables stay bf16."""
-    if dtype == torch.float32:
-        return
-    linears = {id(m.weight) for m in model.modules() if isinstance(m, Linear)}
-    for name, p in model.named_parameters():
-        p.data = p.data.to(dtype)
-        if id(p) in linears or p.ndim < 2 or is_control(name, model.hp):
-            p.data = p.data.float()
-
 def build_model(hp: Hyperparameters, ops: Operations, device: torch.device, dtype: torch.dtype) -> GPT:
-    """A freshly initialised model; the same seed gives the same weights on any device and rank."""
-    random.seed(hp.seed)
-    np.random.seed(hp.seed % 2**32)
+    """A freshly initialised model; the same seed gives the same weights on any device and rank.
+
+    bf16 rounds all parameters; linear weights, control tensors and vectors go back to fp32, tables stay bf16.
+    """
     torch.manual_seed(hp.seed)
     model = GPT(hp, ops)
-    init_weights(model)
-    set_precision(model, dtype)
+    init_matrices(model)
+    linears = {id(module.weight) for module in model.modules() if isinstance(module, Linear)}
+    for name, p in model.named_parameters():
+        master = id(p) in linears or p.ndim < 2 or is_control(name, hp)
+        p.data = p.data.to(dtype).to(torch.float32 if master else dtype)
     model.rope = {length: rope_tables(hp, length, device, dtype) for length in {hp.train_seq_len, hp.eval_seq_len}}
     return model.to(device)
 
 
 # ---- Optimizers ------------------------------------------------------------------------------------------------------
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic coefficients, https://kellerjordan.github.io/posts/muon/
-
 def newton_schulz(g: Tensor, steps: int) -> Tensor:
     """Approximate orthogonal factor of each matrix of a batch (K, rows, cols), in bf16: singular values go to about 1.
 
     The order bA + (cA)A is the published one; other orders differ by up to 2e-2 in bf16. A zero matrix stays zero.
     """
-    a, b, c = NEWTON_SCHULZ
+    a, b, c = 3.4445, -4.7750, 2.0315  # of the quintic, https://kellerjordan.github.io/posts/muon/
     x = g.bfloat16()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     tall = x.size(-2) > x.size(-1)
@@ -1302,79 +1185,71 @@ class Muon(torch.optim.Optimizer):
     Matrices of one shape form a group and are orthogonalised as one batch. Each rank does a contiguous share of a group
     and keeps the momentum of that share only; updates are gathered in bf16 while the next group is computed.
     """
-
     def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, steps: int, world: World,
                  orthogonalize: Orthogonalizer = newton_schulz) -> None:
         by_shape = defaultdict(list)
         for p in params:
             by_shape[p.shape].append(p)
-        groups = [{"params": group} for group in by_shape.values()]
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.0})
+        super().__init__([{"params": group} for group in by_shape.values()],
+                         {"lr": lr, "weight_decay": weight_decay, "momentum": 0.0})
         self.steps, self.world, self.orthogonalize = steps, world, orthogonalize
 
     @torch.no_grad()
     def step(self) -> None:
-        started = [(group, *self._updates(group)) for group in self.param_groups]
+        started = []
+        for group in self.param_groups:
+            mine, momenta = self.share(group)
+            g = torch.stack([p.grad for p in mine])
+            g.add_(momenta.mul_(group["momentum"]).add_(g), alpha=group["momentum"])  # Nesterov
+            rows, cols = mine[0].shape
+            updates = self.orthogonalize(g, self.steps) * max(1.0, rows / cols) ** 0.5
+            started.append((group, *self.world.gather_stacked(updates.contiguous())))
         for group, updates, pending in started:
             if pending is not None:
                 pending.wait()
             params = group["params"]
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            updates = updates[:len(params)].to(params[0].dtype).unbind(0)
-            torch._foreach_add_(params, list(updates), alpha=-group["lr"])
-
-    def _updates(self, group: dict[str, Any]) -> tuple[Tensor, Any]:
-        """bf16 updates of a group (at least K, rows, cols), and the gathering they wait for."""
-        mine, buffer = self.share(group)
-        count, rows, cols = buffer.shape
-        updates = torch.zeros(count, rows, cols, dtype=torch.bfloat16, device=buffer.device)
-        if mine:
-            g = torch.stack([p.grad for p in mine])
-            buffer = buffer[:len(mine)].mul_(group["momentum"]).add_(g)
-            nesterov = g.add_(buffer, alpha=group["momentum"])
-            updates[:len(mine)] = self.orthogonalize(nesterov, self.steps) * max(1.0, rows / cols) ** 0.5
-        return self.world.gather_stacked(updates)
+            torch._foreach_add_(params, updates[:len(params)].to(params[0].dtype).unbind(), alpha=-group["lr"])
 
     def share(self, group: dict[str, Any]) -> tuple[list[nn.Parameter], Tensor]:
-        """This rank's matrices of a group, at most K, and their momenta (K, rows, cols), fp32."""
-        params, world = group["params"], self.world
-        count = -(-len(params) // world.size)
-        state = self.state[params[0]]
+        """This rank's matrices of a group, and their momenta (K, rows, cols)."""
+        params, rank, size = group["params"], self.world.rank, self.world.size
+        count = -(-len(params) // size)
+        filled = params + params[:1] * (count * size - len(params))  # equal shares; surplus updates are dropped
+        mine, state = filled[rank * count:(rank + 1) * count], self.state[params[0]]
         if not state:
-            state["momentum"] = torch.zeros(count, *params[0].shape, dtype=params[0].dtype, device=params[0].device)
-        return params[world.rank * count:(world.rank + 1) * count], state["momentum"]
+            state["momentum"] = torch.zeros_like(torch.stack(list(mine)))
+        return mine, state["momentum"]
 
 def parameter_groups(model: GPT) -> dict[str, list[str]]:
     """Names by optimizer group: embed, muon, scalar, head. Every parameter is in exactly one."""
     groups: dict[str, list[str]] = {"embed": [], "muon": [], "scalar": [], "head": []}
-    projections = ("ve_shared.proj.weight", "embed_proj.weight", "head_proj.weight")
     for name, p in model.named_parameters():
         in_block = name.startswith("blocks.")
         if name in ("tok_emb.weight", "ve_shared.embed.weight"):
-            groups["embed"].append(name)
+            key = "embed"
         elif name == "lm_head.weight":
-            groups["head"].append(name)
+            key = "head"
         elif is_control(name, model.hp) or (in_block and p.ndim < 2):
-            groups["scalar"].append(name)
-        elif (in_block and p.ndim == 2) or name in projections:
-            groups["muon"].append(name)
+            key = "scalar"
+        elif in_block or name.endswith("proj.weight"):
+            key = "muon"
         else:
             raise SetupError(f"{name} is in no optimizer group; CONTROL_TENSOR_NAME_PATTERNS must cover it")
+        groups[key].append(name)
     return groups
 
 class Optimizers:
     """Muon for matrices, AdamW for tables, scalars and the untied head; all rates follow one factor."""
-
     def __init__(self, model: GPT, world: World, orthogonalize: Orthogonalizer = newton_schulz) -> None:
         hp, named = model.hp, dict(model.named_parameters())
         self.names = {p: name for name, p in named.items()}
         groups = {key: [named[name] for name in names] for key, names in parameter_groups(model).items()}
         table_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
-        adam_groups = [{"params": groups[key], "lr": lr, "weight_decay": decay}
-                       for key, lr, decay in (("embed", table_lr, hp.embed_wd), ("scalar", hp.scalar_lr, hp.adam_wd),
-                                              ("head", hp.head_lr, 0.0)) if groups[key]]
-        self.adam = torch.optim.AdamW(adam_groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps,
-                                      fused=world.device.type == "cuda")
+        rates = ("embed", table_lr, hp.embed_wd), ("scalar", hp.scalar_lr, hp.adam_wd), ("head", hp.head_lr, 0.0)
+        self.adam = torch.optim.AdamW(
+            [{"params": groups[key], "lr": lr, "weight_decay": decay} for key, lr, decay in rates if groups[key]],
+            betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, fused=world.device.type == "cuda")
         self.muon = Muon(groups["muon"], hp.matrix_lr, hp.muon_wd, hp.muon_backend_steps, world, orthogonalize)
         for group in self.adam.param_groups + self.muon.param_groups:
             group["base_lr"] = group["lr"]
@@ -1408,29 +1283,23 @@ class Optimizers:
 
 def lr_factor(progress: float, warmdown_frac: float, min_lr: float) -> float:
     """1, then over the last `warmdown_frac` of the run linearly down to 0, never under `min_lr`."""
-    if warmdown_frac <= 0 or progress < 1 - warmdown_frac:
-        return 1.0
-    return max((1 - progress) / warmdown_frac, min_lr)
+    flat = warmdown_frac <= 0 or progress < 1 - warmdown_frac
+    return 1.0 if flat else max((1 - progress) / warmdown_frac, min_lr)
 
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
-    if hp.muon_momentum_warmup_steps == 0:
-        return hp.muon_momentum
-    share = min(step / hp.muon_momentum_warmup_steps, 1.0)
+    share = min(step / hp.muon_momentum_warmup_steps, 1.0) if hp.muon_momentum_warmup_steps else 1.0
     return (1 - share) * hp.muon_momentum_warmup_start + share * hp.muon_momentum
 
 class EMA:
     """fp32 average of the weights from their start on, no bias correction: shadow = d * shadow + (1 - d) * weights."""
-
     def __init__(self, model: GPT, decay: float) -> None:
         self.decay, self.weights = decay, [p.detach() for p in model.parameters()]
         self.shadow = [w.float().clone() for w in self.weights]
 
-    @torch.no_grad()
     def update(self) -> None:
         torch._foreach_mul_(self.shadow, self.decay)
         torch._foreach_add_(self.shadow, [w.float() for w in self.weights], alpha=1 - self.decay)
 
-    @torch.no_grad()
     def copy_to_model(self) -> None:
         torch._foreach_copy_(self.weights, self.shadow)
 
@@ -1451,14 +1320,8 @@ def sliding_windows(targets: int, seq_len: int, stride: int) -> np.ndarray:
     start = np.arange(0, max(targets - seq_len + stride, 1), stride)
     return np.stack([start, np.where(start == 0, 0, seq_len - stride), np.minimum(seq_len, targets - start)], axis=1)
 
-def pad_windows(windows: np.ndarray, count: int) -> np.ndarray:
-    """Repeats the last window, scoring nothing of it, so that every batch has one shape and nothing recompiles."""
-    start, _, end = windows[-1]
-    return np.concatenate([windows, np.tile([[start, end, end]], (count - len(windows), 1))])
-
 class Evaluator:
     """Scores the validation set with the weights that the model has at the moment."""
-
     def __init__(self, hp: Hyperparameters, plan: BatchPlan, world: World, val: ValidationSet,
                  loss_function: Callable[..., Tensor]) -> None:
         self.hp, self.plan, self.world, self.val, self.loss_function = hp, plan, world, val, loss_function
@@ -1466,17 +1329,16 @@ class Evaluator:
         self._tokens = torch.from_numpy(val.tokens.astype(np.int32)).to(world.device)
 
     def full(self) -> Score:
-        windows = sliding_windows(self.val.targets, self.hp.eval_seq_len, self.hp.eval_seq_len)
-        return self._score(windows, "validation")
+        return self._score("validation", self.hp.eval_seq_len)
 
     def sliding(self) -> Score:
-        windows = sliding_windows(self.val.targets, self.hp.eval_seq_len, self.hp.eval_stride)
-        return self._score(windows, "sliding evaluation")
+        return self._score("sliding evaluation", self.hp.eval_stride)
 
     @torch.no_grad()
-    def _score(self, windows: np.ndarray, title: str) -> Score:
+    def _score(self, title: str, stride: int) -> Score:
         synchronize(self.world.device)
         began = time.perf_counter()
+        windows = sliding_windows(self.val.targets, self.hp.eval_seq_len, stride)
         share = rank_share(len(windows), self.world.rank, self.world.size)
         windows = windows[share.start:share.stop]
         batch = min(self.plan.eval_sequences, len(windows))  # always this shape: each shape would be compiled
@@ -1485,9 +1347,10 @@ class Evaluator:
             for first in np.unique(windows[:, 1]):  # alike windows form batches: logits start at `first`
                 alike = windows[windows[:, 1] == first]
                 for at in range(0, len(alike), batch):
-                    part = pad_windows(alike[at:at + batch], batch)
-                    sums += self._batch_sums(torch.from_numpy(part).to(self.world.device), int(first))
-                    bar.update(len(alike[at:at + batch]))
+                    part = torch.from_numpy(alike[at:at + batch]).to(self.world.device)
+                    filled = F.pad(part, (0, 0, 0, batch - len(part)))  # rows of zeros score nothing
+                    sums += self._batch_sums(filled, int(first))
+                    bar.update(len(part))
         loss_sum, scored = self.world.sum(sums).tolist()
         assert scored == self.val.targets, f"{title} scored {scored:.0f} targets instead of {self.val.targets}"
         loss = loss_sum / scored

@@ -9,7 +9,6 @@ are compiled.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import sys
@@ -25,14 +24,14 @@ sys.path.insert(0, str(ROOT))
 import train_gpt as tg  # noqa: E402
 
 
-def gpu_milliseconds(run: Callable[..., object], inputs: list[Tensor], backward: bool) -> float:
+def gpu_milliseconds(run: Callable[..., object], inputs: list[Tensor], others: list[object], backward: bool) -> float:
     """Summed time of the GPU kernels of one forward, or of one forward and backward; mean of five."""
-    out = run(*inputs)
+    out = run(*inputs, *others)
     seeds = [torch.randn_like(o) for o in (out if isinstance(out, tuple) else (out,))]
 
     def call() -> None:
         with torch.set_grad_enabled(backward):
-            out = run(*inputs)
+            out = run(*inputs, *others)
         if backward:
             torch.autograd.grad(out, inputs, seeds)
 
@@ -48,19 +47,20 @@ def measure(hp: tg.Hyperparameters) -> list[dict]:
     device = torch.device("cuda")
     torch.set_float32_matmul_precision("highest")
     attend, _ = tg.choose_attention(hp, device, torch.bfloat16)
-    plain, fused = tg.Operations(attend), tg.fused_operations(attend)
+    plain = tg.Operations(attend)
+    fused = tg.Operations(attend, tg.SplitQKV.apply, tg.mlp_fused, tg.head_losses_fused)
     batch, table = hp.train_batch_tokens // 8 // hp.train_seq_len, []
-    for name, (inputs, call) in tg.operation_cases(hp, device, torch.bfloat16, batch, hp.train_seq_len).items():
-        runs = [functools.partial(call, getattr(operations, name)) for operations in (fused, plain)]
-        error = tg.largest_error(*runs, inputs)
+    for name, (inputs, others) in tg.operation_cases(hp, device, torch.bfloat16, batch, hp.train_seq_len).items():
+        functions = [getattr(operations, name) for operations in (fused, plain)]
+        error = tg.largest_error(*functions, inputs, others)
         if not error < 1e-2:
             raise SystemExit(f"{name} is off by {error:.1e}: the kernel does not equal the plain code")
         row = {"operation": name, "largest_relative_error": error}
-        for label, run in zip(("fused", "plain"), runs):
+        for label, function in zip(("fused", "plain"), functions):
             torch._dynamo.reset()  # every case compiles the same code object, and that only so often
-            compiled = torch.compile(run, dynamic=False, fullgraph=True)
-            row |= {f"{label}_forward_ms": gpu_milliseconds(compiled, inputs, False),
-                    f"{label}_forward_backward_ms": gpu_milliseconds(compiled, inputs, True)}
+            compiled = torch.compile(function, dynamic=False, fullgraph=True)
+            row |= {f"{label}_forward_ms": gpu_milliseconds(compiled, inputs, others, False),
+                    f"{label}_forward_backward_ms": gpu_milliseconds(compiled, inputs, others, True)}
         table.append(row)
         print("  ".join(f"{key} {x:.3g}" if isinstance(x, float) else x for key, x in row.items()), flush=True)
     return table
