@@ -488,8 +488,8 @@ def shard_tokens(path: Path) -> int:
 
 def open_shard(path: Path) -> np.ndarray:
     """The tokens of a shard as a read-only uint16 memory map. Raises SetupError."""
-    count = shard_tokens(path)  # an empty map is an error
-    return np.memmap(path, "<u2", "r", SHARD_HEADER_INTS * 4, (count,)) if count else np.zeros(0, np.uint16)
+    shard_tokens(path)
+    return np.memmap(path, "<u2", "r")[2 * SHARD_HEADER_INTS:]
 
 def find_shards(hp: Hyperparameters, split: str) -> list[Path]:
     paths = sorted(hp.dataset_dir.glob(f"fineweb_{split}_*.bin"))
@@ -503,11 +503,12 @@ def check_token_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
 
 def check_train_shards(hp: Hyperparameters) -> list[Path]:
     """Train shards in order, with headers, sizes and the first ids of each checked. Raises SetupError."""
-    paths = find_shards(hp, "train")
-    shards = [open_shard(path) for path in paths]
-    for path, tokens in zip(paths, shards):
+    paths, total = find_shards(hp, "train"), 0
+    for path in paths:
+        tokens = open_shard(path)
         check_token_ids(tokens[:65_536], hp.vocab_size, path)
-    if (total := sum(map(len, shards))) <= hp.train_batch_tokens:
+        total += len(tokens)
+    if total <= hp.train_batch_tokens:
         raise SetupError(f"{total} train tokens must exceed TRAIN_BATCH_TOKENS={hp.train_batch_tokens}; fetch more")
     return paths
 
@@ -533,11 +534,11 @@ def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
     docs = int((tokens == BOS_ID).sum())
     whole = {"docs_val": docs, "tokens_val": len(tokens), "bytes_val_normalised": count(tokens)}
     verdict = check_manifest(hp, entry, whole)
-    used = (len(tokens) - 1) // hp.eval_seq_len * hp.eval_seq_len + 1
-    if used < 2:
+    rest = (len(tokens) - 1) % hp.eval_seq_len
+    used = tokens[:len(tokens) - rest]
+    if len(used) < 2:
         raise SetupError(f"{len(tokens)} val tokens must exceed EVAL_SEQ_LEN={hp.eval_seq_len}; fetch more")
-    note = f"normalised text; {len(tokens) - used} tail tokens not scored; {verdict}"
-    return ValidationSet(tokens[:used], count(tokens[:used]), note)
+    return ValidationSet(used, count(used), f"normalised text; {rest} tail tokens not scored; {verdict}")
 
 def sidecar_count(hp: Hyperparameters, entry: dict, paths: list[Path], n: int) -> Callable[[np.ndarray], int]:
     """Bytes of the original text behind the first tokens, from the files beside the shards. Raises SetupError."""
@@ -573,29 +574,17 @@ def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, 
     known = "yes" if {*whole} <= {*stats} else "as far as it says" if {*whole} & {*stats} else "it says nothing"
     return f"{note}; matches manifest: {known}" + "; UNOFFICIAL SPLIT" * bool(entry.get("unofficial_split"))
 
-@dataclass
-class ShardCursor:
-    """A walk over a shard's blocks: phase + seq_len * ((start + i * stride) mod blocks), stride coprime with blocks."""
-    phase: int
-    blocks: int
-    start: int
-    stride: int
-    taken: int = 0
+def draw_walk(rng: np.random.Generator, tokens: int, seq_len: int) -> tuple[int, Iterator[int]]:
+    """A walk over a shard of more than seq_len tokens: the number of its blocks and their first tokens, each once.
 
-    @classmethod
-    def draw(cls, rng: np.random.Generator, tokens: int, seq_len: int) -> ShardCursor:
-        """A cursor over more than seq_len tokens. (A choice among one number takes nothing from `rng`.)"""
-        phase = int(rng.integers(min(seq_len, tokens - seq_len)))
-        blocks = (tokens - 1 - phase) // seq_len
-        start, stride = int(rng.integers(blocks)), 0
-        while math.gcd(stride, blocks) != 1:
-            stride = int(rng.integers(1, blocks))
-        return cls(phase, blocks, start, stride)
-
-    def take(self, seq_len: int) -> int:
-        block = (self.start + self.taken * self.stride) % self.blocks
-        self.taken += 1
-        return self.phase + seq_len * block
+    They are phase + seq_len * ((start + i * stride) mod blocks), with a stride coprime to the number of blocks.
+    """
+    phase = int(rng.integers(min(seq_len, tokens - seq_len)))
+    blocks = (tokens - 1 - phase) // seq_len
+    start, stride = int(rng.integers(blocks)), 0  # (a choice among one number takes nothing from `rng`)
+    while math.gcd(stride, blocks) != 1:
+        stride = int(rng.integers(1, blocks))
+    return blocks, (phase + seq_len * ((start + i * stride) % blocks) for i in range(blocks))
 
 class CoprimeLoader:
     """The recipe's data order, alike on all ranks and in each new loader: each draw mixes windows of many shards."""
@@ -604,10 +593,10 @@ class CoprimeLoader:
         self.paths, self.seq_len, self.draw_windows, self.vocab_size = paths, seq_len, draw_windows, vocab_size
         self.rank, self.world_size, self.draws = rank, world_size, 0
         self.tokens = [open_shard(path) for path in paths]
-        self.shards = [i for i, tokens in enumerate(self.tokens) if len(tokens) > seq_len]
-        if not self.shards:
+        self.walks: dict[int, Iterator[int]] = {}  # by shard
+        self.blocks_left = {i: (len(t) - 1) // seq_len for i, t in enumerate(self.tokens) if len(t) > seq_len}
+        if not self.blocks_left:
             raise SetupError(f"no train shard has more than TRAIN_SEQ_LEN={seq_len} tokens; fetch more or lower it")
-        self.cursors: dict[int, ShardCursor] = {}
         # FNV-style 64-bit fold over the bytes of all paths: the data order depends on names alone
         seed = reduce(lambda fold, byte: (fold ^ byte) * 1099511628211 % 2**64, "".join(map(str, paths)).encode(), 0)
         self.rng = np.random.Generator(np.random.PCG64(seed))
@@ -616,16 +605,15 @@ class CoprimeLoader:
         """(shard, first token) of all ranks' windows of the next draw."""
         progress = min(self.draws / 1800, 1.0)  # over these draws, more even weights and a wider mix
         self.draws += 1
-        left = [max(1, cursor.blocks - cursor.taken) if (cursor := self.cursors.get(i))
-                else (len(self.tokens[i]) - 1) // self.seq_len for i in self.shards]  # blocks
-        weights = np.array(left, np.float64) ** (0.90 - 0.40 * progress)
+        shards = list(self.blocks_left)
+        weights = np.maximum([*self.blocks_left.values()], 1.0) ** (0.90 - 0.40 * progress)
         p = weights / weights.sum()
-        low, high = (min(max(least, each * self.world_size), len(self.shards), self.draw_windows)
+        low, high = (min(max(least, each * self.world_size), len(shards), self.draw_windows)
                      for least, each in ((8, 1), (32, 8)))
         mix = round(low + progress * (high - low))
-        chosen = self.rng.choice(len(self.shards), size=mix, replace=False, p=p)
+        chosen = self.rng.choice(len(shards), size=mix, replace=False, p=p)
         counts = 1 + self.rng.multinomial(self.draw_windows - mix, p[chosen] / p[chosen].sum())
-        buckets = [self._take(self.shards[chosen[k]], int(counts[k])) for k in self.rng.permutation(mix)]
+        buckets = [self._take(shards[chosen[k]], int(counts[k])) for k in self.rng.permutation(mix)]
         windows = []
         while buckets:  # rounds of one window from each shard, the shards in a new order each round
             buckets = [buckets[k] for k in self.rng.permutation(len(buckets))]
@@ -644,10 +632,11 @@ class CoprimeLoader:
     def _take(self, shard: int, count: int) -> list[tuple[int, int]]:
         windows = []
         for _ in range(count):
-            cursor = self.cursors.get(shard)
-            if cursor is None or cursor.taken >= cursor.blocks:
-                cursor = self.cursors[shard] = ShardCursor.draw(self.rng, len(self.tokens[shard]), self.seq_len)
-            windows.append((shard, cursor.take(self.seq_len)))
+            if shard not in self.walks or not self.blocks_left[shard]:
+                walk = draw_walk(self.rng, len(self.tokens[shard]), self.seq_len)
+                self.blocks_left[shard], self.walks[shard] = walk
+            self.blocks_left[shard] -= 1
+            windows.append((shard, next(self.walks[shard])))
         return [windows[k] for k in self.rng.permutation(count)]
 
 class Prefetcher:
@@ -663,18 +652,16 @@ class Prefetcher:
         self.last_read_seconds = self.clock.seconds
         return [part.pin_memory() for part in batch] if self.device.type == "cuda" else batch
 
-    def next(self) -> tuple[Tensor, Tensor]:
+    def next(self) -> list[Tensor]:
         """Inputs and targets on the device, int64 (sequences, seq_len); waits for the reader or raises its error."""
         began = time.perf_counter()
         batch = self._ahead.popleft().result()
         self._ahead.append(self._thread.submit(self._read))
         self.wait_seconds += time.perf_counter() - began
-        inputs, targets = (part.to(self.device, non_blocking=True) for part in batch)
-        return inputs, targets
+        return [part.to(self.device, non_blocking=True) for part in batch]
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
-
 
 # ---- Attention: one entry point, chosen by a probe -------------------------------------------------------------------
 
