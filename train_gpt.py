@@ -1476,7 +1476,6 @@ class Evaluator:
 
 class Gradients:
     """The gradients of a step, in one flat buffer per dtype: one all-reduce, one norm, and addresses that stay."""
-
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.groups: list[tuple[Tensor, list[nn.Parameter]]] = []
         largest_first = sorted(parameters, key=lambda p: -p.numel())  # the odd sizes last: the others stay aligned
@@ -1490,14 +1489,14 @@ class Gradients:
 
     def add(self, loss: Tensor) -> None:
         parameters = [p for _, group in self.groups for p in group]
-        found = dict(zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True)))  # skips may be unused
+        found = torch.autograd.grad(loss, parameters, materialize_grads=True)  # skips may be unused
+        found = dict(zip(parameters, found))
         for _, group in self.groups:
-            used = [p for p in group if found[p] is not None]
-            torch._foreach_add_([p.grad for p in used], [found[p] for p in used])
+            torch._foreach_add_([p.grad for p in group], [found[p] for p in group])
 
     def average(self, world: World) -> None:
         """Mean over ranks: one all-reduce per dtype (137 MB at full size)."""
-        for flat, _ in self.groups if world.size > 1 else ():
+        for flat, _ in self.groups:
             world.sum(flat.div_(world.size))
 
     def clip(self, largest_norm: float) -> None:
@@ -1518,25 +1517,21 @@ class Trainer:
         self.model, self.hp, self.train_paths, self.evaluator, self.log = model, model.hp, train_paths, evaluator, log
         self.plan, self.world, self.loss_function = evaluator.plan, evaluator.world, evaluator.loss_function
         self.clock, self.steps_done, self.last_read_seconds = Stopwatch(), 0, 0.0
-        self.parameters = list(model.parameters())
-        self.gradients = Gradients(self.parameters)
+        self.gradients = Gradients(model.parameters())
         self.optimizers = Optimizers(model, self.world, orthogonalize)
         size = (self.plan.micro_sequences, self.hp.train_seq_len)
         self.inputs, self.targets = (torch.zeros(size, dtype=torch.int64, device=self.world.device) for _ in range(2))
         self.loss = torch.zeros((), device=self.world.device)  # the mean over a step's micro-batches
         self.run_micro_batch = self.micro_batch
 
-    def open_data(self) -> contextlib.closing[Prefetcher]:
-        loader = CoprimeLoader(self.train_paths, self.hp.train_seq_len, self.plan.draw_windows, self.world.rank,
-                               self.world.size, self.hp.vocab_size)
-        return contextlib.closing(Prefetcher(loader, self.world.device, self.clock))
-
     @contextlib.contextmanager
     def on_the_clock(self) -> Iterator[Prefetcher]:
         """A new reader while the clock runs; notes when it last read."""
         synchronize(self.world.device)
         self.clock.start()
-        with self.open_data() as data:
+        loader = CoprimeLoader(self.train_paths, self.hp.train_seq_len, self.plan.draw_windows, self.world.rank,
+                               self.world.size, self.hp.vocab_size)
+        with contextlib.closing(Prefetcher(loader, self.world.device, self.clock)) as data:
             yield data
         synchronize(self.world.device)
         self.clock.stop()
@@ -1547,9 +1542,8 @@ class Trainer:
         self.gradients.zero()
         self.loss.zero_()
         for _ in range(self.plan.grad_accum_steps):
-            inputs, targets = data.next()
-            self.inputs.copy_(inputs)
-            self.targets.copy_(targets)
+            for buffer, batch in zip((self.inputs, self.targets), data.next()):
+                buffer.copy_(batch)
             self.run_micro_batch()
         mean_loss = self.world.fetch(self.loss)
         self.gradients.average(self.world)
@@ -1575,18 +1569,18 @@ class Trainer:
         self.run_micro_batch = graph.replay
 
     def warm_up(self) -> None:
-        """Compiles and settles everything on real shapes, then puts weights and optimizers back to their start."""
-        before, steps = [p.detach().clone() for p in self.parameters], self.hp.warmup_steps
-        with self.open_data() as data:
+        """Compiles and settles all on real shapes, then puts weights, optimizers and clock back to their start."""
+        before, steps = copy_weights(self.model), self.hp.warmup_steps
+        with self.on_the_clock() as data:
             for step in range(1, steps + 1):
                 self._agree(self.step(data, step - 1, 1.0), f"warm-up step {step}")
                 if step == 1:
                     self.record_graph()
                 if step <= 6 or step % 10 == 0 or step == steps:
                     self.log(f"warmup_step: {step}/{steps}")
-        with torch.no_grad():
-            torch._foreach_copy_(self.parameters, before)
+        self.model.load_state_dict(before)
         self.optimizers.reset()
+        self.clock = Stopwatch()
 
     def fit(self) -> EMA:
         """Trains; returns the averaged weights. The clock holds everything but validation."""
@@ -1600,7 +1594,8 @@ class Trainer:
                 ema.update()
                 seconds, mean_loss = self._agree(loss, f"step {step + 1}")
                 self.steps_done = step + 1
-                self._log_step(mean_loss, seconds, factor, data)
+                if hp.train_log_every and (step < 5 or self.steps_done % hp.train_log_every == 0):
+                    self._log_step(mean_loss, seconds, factor, data)
                 if cap and seconds >= cap:
                     break
                 if hp.val_loss_every and self.steps_done % hp.val_loss_every == 0 and self.steps_done < hp.iterations:
@@ -1608,7 +1603,7 @@ class Trainer:
                     self.clock.stop()
                     log_validation(self.log, hp, self.steps_done, self.evaluator.full())
                     self.clock.start()
-        self._report_end(self.clock.seconds, data)
+        self._report_end(self.clock.seconds, data.wait_seconds)
         return ema
 
     def _agree(self, loss: Callable[[], float], where: str) -> tuple[float, float]:
@@ -1620,17 +1615,14 @@ class Trainer:
         return max(seconds), sum(losses) / len(losses)
 
     def _log_step(self, loss: float, seconds: float, factor: float, data: Prefetcher) -> None:
-        step, every = self.steps_done, self.hp.train_log_every
-        if not every or (step > 5 and step % every):
-            return
-        tokens = step * self.hp.train_batch_tokens
+        step, tokens = self.steps_done, self.steps_done * self.hp.train_batch_tokens
         self.log(f"{step}/{self.hp.iterations} train_loss: {loss:.4f} train_time: {seconds / 60:.1f}m "
                  f"tok/s: {tokens / seconds:.0f}")
         self.log.record("step", step=step, train_loss=loss, train_seconds=seconds, tokens=tokens, lr_factor=factor,
                         tokens_per_second=tokens / seconds, loader_wait_seconds=data.wait_seconds)
 
-    def _report_end(self, seconds: float, data: Prefetcher) -> None:
-        step, hp, waited = self.steps_done, self.hp, data.wait_seconds
+    def _report_end(self, seconds: float, waited: float) -> None:
+        step, hp = self.steps_done, self.hp
         if step < hp.iterations:
             self.log(f"stopping_early: wallclock_cap train_time: {1000 * seconds:.0f}ms step: {step}/{hp.iterations}")
         self.log("peak memory allocated: {} MiB reserved: {} MiB".format(*peak_memory_mib(self.world.device)))
@@ -1640,10 +1632,12 @@ class Trainer:
             share = f"{hp.ema_decay ** step:.0%} initial weights"
             self.log(f"WARNING: EMA_DECAY={hp.ema_decay} averages {share} after only {step} steps; lower it")
 
+def copy_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
 def log_validation(log: RunLog, hp: Hyperparameters, step: int, score: Score) -> None:
     log(f"{step}/{hp.iterations} val_loss: {score.val_loss:.4f} val_bpb: {score.val_bpb:.4f}")
     log.record("validation", step=step, val_loss=score.val_loss, val_bpb=score.val_bpb, eval_seconds=score.seconds)
-
 
 # ---- Quantisation ----------------------------------------------------------------------------------------------------
 
@@ -1964,9 +1958,8 @@ class Run:
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.evaluator = Evaluator(hp, self.plan, self.world, self.val, self.compile(self.model))
         self.log = self.open_log()
-        self.log_head()
-        self.log_choices(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, kernels,
-                         f"{int(compiled)} ({why})")
+        self.log_head(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})\nattention: {attention}\n"
+                      f"kernels: {kernels}\ncompile: {int(compiled)} ({why})")
         for name in sorted(set(IGNORED_SETTINGS) & set(environ)):
             self.log(f"WARNING: {name} is set, but nothing reads it; the published script ignores it too")
 
@@ -1981,9 +1974,6 @@ class Run:
                 (self.output / ".writable").unlink()
                 if (free := shutil.disk_usage(self.output).free) < need:
                     raise OSError(f"{free} bytes are free, the model files need {need}")
-                for path in (self.logs / f"{self.run_id}.{ending}" for ending in ("txt", "jsonl", "int6.ptz")):
-                    if path.exists():
-                        raise OSError(f"{path} exists and is kept")
                 log = RunLog(self.logs, self.run_id)
         except OSError as error:
             problem = f"cannot write RUN_ID={self.run_id} to OUTPUT_DIR={self.output}: {error}; choose another"
@@ -1991,31 +1981,25 @@ class Run:
             raise SetupError(problem)
         return log
 
-    def log_head(self) -> None:
-        """Settings, source, versions and GPUs: the file alone is enough to repeat the run."""
-        hp, rule = self.hp, "=" * 100
+    def log_head(self, choices: str) -> None:
+        """Settings, source, versions and GPUs (the file alone is enough to repeat the run), then what was chosen."""
+        hp, plan, world, rule = self.hp, self.plan, self.world, "=" * 100
         values = asdict(hp) | {
-            "run_id": self.run_id, "rank": self.world.rank, "world_size": self.world.size,
-            "grad_accum_steps": self.plan.grad_accum_steps, "logfile": self.logs / f"{self.run_id}.txt",
+            "run_id": self.run_id, "rank": world.rank, "world_size": world.size,
+            "grad_accum_steps": plan.grad_accum_steps, "logfile": self.logs / f"{self.run_id}.txt",
             "datasets_dir": hp.dataset_dir, "train_files": hp.dataset_dir / "fineweb_train_*.bin",
             "val_files": hp.dataset_dir / "fineweb_val_*.bin", "tokenizer_path": hp.tokenizer_path,
             "model_path": self.output / "final_model.pt", "quantized_model_path": self.artifact}
-        texts = {name: format_setting(value) for name, value in values.items()}
-        lines = [rule, "Hyperparameters:", *(f"  {name}: {texts[name]}" for name in sorted(texts)),
+        texts = {name: format_setting(value) for name, value in sorted(values.items())}
+        lines = [rule, "Hyperparameters:", *(f"  {name}: {text}" for name, text in texts.items()),
                  self.source.decode("utf-8"), rule, f"Running Python {sys.version}",
                  f"Running PyTorch {torch.__version__}", gpu_report(), rule]
         self.log("\n".join(lines), console=False)
         self.log.record("settings", **texts)
-
-    def log_choices(self, dtype: str, attention: str, kernels: str, compile: str) -> None:
-        hp, world, plan = self.hp, self.world, self.plan
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
         estimate = len(self.source) + sum(
             t.numel() * BYTES_PER_WEIGHT[storage_class(name, t, hp)] for name, t in self.model.state_dict().items())
-        self.log(f"""machine: {world.size} x {device}, PyTorch {torch.__version__}, {dtype}
-attention: {attention}
-kernels: {kernels}
-compile: {compile}
+        self.log(f"""machine: {world.size} x {device}, PyTorch {torch.__version__}, {choices}
 train_shards: {len(self.train_paths)}
 val_tokens: {self.val.targets}
 val_bytes: {self.val.target_bytes} ({self.val.note})
@@ -2028,7 +2012,7 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
 
     def train(self) -> None:
         """Training, Hessians, quantisation; ends with the artifact on disk, before anything of it is evaluated."""
-        hp = self.hp
+        hp, cap, hessians = self.hp, self.hp.max_wallclock_seconds, {}
         trainer = Trainer(self.model, self.evaluator, self.train_paths, self.log, self.compile(newton_schulz))
         if hp.train_cap_seconds and hp.gptq_enabled:
             self.log(f"gptq:reserving {hp.gptq_reserve_seconds:g}s, effective={1000 * hp.train_cap_seconds:.0f}ms")
@@ -2041,38 +2025,37 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
         self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step, with compile and warm-up")
-        averaged = trainer.fit()
-        self.raw = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        averaged.copy_to_model()
-        train_seconds = trainer.clock.seconds
-        hessian_seconds = self.write_artifact(trainer)
-        tokens = trainer.steps_done * hp.train_batch_tokens
-        self.results |= {"train_seconds": train_seconds + hessian_seconds, "hessian_seconds": hessian_seconds,
-                         "steps": trainer.steps_done, "tokens": tokens, "tokens_per_second": tokens / train_seconds}
-        cap, last = hp.max_wallclock_seconds, max(self.world.gather([trainer.last_read_seconds]))[0]
+        self.average = trainer.fit()
+        steps, tokens, seconds = trainer.steps_done, trainer.steps_done * hp.train_batch_tokens, trainer.clock.seconds
+        self.raw = copy_weights(self.model)
+        self.average.copy_to_model()
+        self.write_checkpoint()
+        if hp.gptq_enabled:
+            with trainer.on_the_clock() as data:
+                hessians = collect_hessians(self.model, data, trainer.clock, self.log, self.world)
+        self.write_artifact(hessians)
+        last = max(self.world.gather([trainer.last_read_seconds]))[0]
+        self.results |= {"train_seconds": trainer.clock.seconds, "hessian_seconds": trainer.clock.seconds - seconds,
+                         "steps": steps, "tokens": tokens, "tokens_per_second": tokens / seconds,
+                         "train_data_last_read_seconds": last}
         self.log(f"training data last read at {last:.1f}s of the clock, {f'cap {cap:.1f}s' if cap > 0 else 'no cap'}")
-        self.results["train_data_last_read_seconds"] = last
         if 0 < cap < last:
             self.failure = ClockError(f"data read at {last:.1f}s, past the cap of {cap}s; raise GPTQ_RESERVE_SECONDS")
 
-    def write_artifact(self, trainer: Trainer) -> float:
-        """All ranks collect Hessians on the clock and quantise; rank 0 writes the averaged weights and the artifact."""
-        before, hessians, checkpoint = trainer.clock.seconds, {}, io.BytesIO()
+    def write_checkpoint(self) -> None:
+        """Rank 0's averaged weights, unquantised; a disk too full for them must not cost the artifact."""
+        buffer = io.BytesIO()
         if self.world.is_main:
-            torch.save({name: t.cpu() for name, t in self.model.state_dict().items()}, checkpoint)
+            torch.save({name: t.cpu() for name, t in self.model.state_dict().items()}, buffer)
             try:
-                write_file(self.output / "final_model.pt", checkpoint.getvalue())
-                self.log(f"Serialized model: {len(checkpoint.getvalue())} bytes")
-            except OSError as error:  # a disk too full for it must not cost the artifact
+                write_file(self.output / "final_model.pt", buffer.getvalue())
+                self.log(f"Serialized model: {len(buffer.getvalue())} bytes")
+            except OSError as error:
                 self.log(f"WARNING: final_model.pt was not written ({error})")
         self.log(f"Code size: {len(self.source)} bytes")
-        if self.hp.gptq_enabled:
-            with trainer.on_the_clock() as data:
-                hessians = collect_hessians(self.model, data, trainer.clock, self.log, self.world)
-        self.write_quantized(hessians)
-        return self.world.broadcast_object(trainer.clock.seconds - before)
 
-    def write_quantized(self, hessians: dict[str, Tensor]) -> None:
+    def write_artifact(self, hessians: dict[str, Tensor]) -> None:
+        """All ranks quantise, rank 0 writes."""
         quantized, data = self.quantize_to_fit(hessians)
         if self.hp.gptq_enabled:
             done, left = len(quantized.gptq), len(quantized.fallback)
@@ -2113,10 +2096,9 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
     def score(self) -> None:
         """Scores raw and averaged weights when there was training, then the artifact re-read from disk."""
         if not self.hp.eval_only:
-            averaged = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
             self.model.load_state_dict(self.raw)
             log_validation(self.log, self.hp, self.results["steps"], self.evaluator.full())
-            self.model.load_state_dict(averaged)
+            self.average.copy_to_model()
             self.evaluate("pre-quantization post-ema", "pre_quant", self.evaluator.full)
         began = time.perf_counter()
         self.load_artifact(Path(self.hp.eval_only or self.artifact))
@@ -2143,12 +2125,12 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             self.model.load_state_dict(dequantize(*unpack_artifact(data), self.model.state_dict()))
         except ArtifactError as error:
             raise ArtifactError(f"{path} cannot be scored: {error}") from None
-        code, model = len(self.source), len(data)
-        headroom = SIZE_CAP_BYTES - code - model
-        self.results |= {"code_bytes": code, "model_bytes": model, "total_bytes": code + model}
-        self.results["headroom_bytes"] = headroom
-        if headroom < 0 and not self.failure:
-            self.failure = OversizeError(f"{-headroom} bytes over the cap of {SIZE_CAP_BYTES}; raise MUON_WD, EMBED_WD")
+        total = len(self.source) + len(data)
+        self.results |= {"code_bytes": len(self.source), "model_bytes": len(data), "total_bytes": total,
+                         "headroom_bytes": SIZE_CAP_BYTES - total}
+        if total > SIZE_CAP_BYTES and not self.failure:
+            over = f"{total - SIZE_CAP_BYTES} bytes over the cap of {SIZE_CAP_BYTES}"
+            self.failure = OversizeError(f"{over}; raise MUON_WD, EMBED_WD")
 
     def summarize(self) -> None:
         """The block of `key: value` lines at column 0 that tools read."""
@@ -2173,8 +2155,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, epilog=f"{text}\n{EXIT_CODES}",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print-config", action="store_true", help="print the effective settings and stop")
-    args = parser.parse_args()
-    code = 0
+    args, code = parser.parse_args(), 0
     try:
         hp = Hyperparameters.from_env(os.environ)
         if args.print_config:
