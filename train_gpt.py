@@ -68,7 +68,6 @@ class ArtifactError(RunError, ValueError):
 EXIT_CODES = """Exit codes: 0 fine, 1 unexpected error, 2 settings, data or machine, 3 loss not finite, 4 over the size
 cap, 5 training data read after the cap, 6 artifact unreadable, 130 interrupted. (torchrun exits 1 and lists them.)"""
 
-
 # ---- Settings --------------------------------------------------------------------------------------------------------
 
 def setting(default: Any, meaning: str, **bounds: float) -> Any:
@@ -179,9 +178,10 @@ class Hyperparameters:
                     values[item.name] = parse_setting(raw, hints[item.name], item.metadata["bounds"])
             except ValueError as error:
                 problems.append(f"{item.name.upper()}={raw!r} {error}")
-        hp = cls(**values)
-        problems = misspelt_settings(environ) + (problems or conflicts(hp))  # conflicts need sane values
-        if problems:
+        hp, known = cls(**values), [*map(str.upper, hints), *IGNORED_SETTINGS]
+        misspelt = [f"{name} is no setting; did you mean {near[0]}? (rename or unset it)" for name in sorted(environ)
+                    if name not in known and (near := difflib.get_close_matches(name.upper(), known, 1, 0.87))]
+        if problems := misspelt + (problems or conflicts(hp)):  # conflicts need sane values
             raise SetupError("settings:\n" + "\n".join(f"  - {p}" for p in problems))
         return hp
 
@@ -208,12 +208,6 @@ def parse_setting(raw: str, kind: Any, bounds: Mapping[str, float]) -> Any:
 
 def format_setting(value: Any) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
-
-def misspelt_settings(environ: Mapping[str, str]) -> list[str]:
-    """Variables that are no setting but look like one: a typing error would otherwise train the wrong model."""
-    known = [*(item.name.upper() for item in fields(Hyperparameters)), *IGNORED_SETTINGS]
-    return [f"{name} is no setting; did you mean {near[0]}? (rename or unset it)" for name in sorted(environ)
-            if name not in known and (near := difflib.get_close_matches(name.upper(), known, 1, 0.87))]
 
 def conflicts(hp: Hyperparameters) -> list[str]:
     """Every broken rule between settings, as a message with values, rule and remedy."""
@@ -251,14 +245,13 @@ def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
         raise SetupError(f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} must be a multiple of {world_size} ranks x "
                          f"TRAIN_SEQ_LEN={hp.train_seq_len}; use {fits}")
     divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
-    micro = hp.micro_batch_tokens / hp.train_seq_len if hp.micro_batch_tokens else per_rank / max(1, 8 / world_size)
+    micro = hp.micro_batch_tokens / hp.train_seq_len or per_rank / max(1, 8 / world_size)
     if micro not in divisors:
         raise SetupError(f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens} must cut a rank's {per_rank * hp.train_seq_len} "
                          f"tokens; set MICRO_BATCH_TOKENS to one of {[n * hp.train_seq_len for n in divisors]}")
     accum, micro = per_rank // int(micro), int(micro)
-    eval_sequences = max(1, hp.val_batch_tokens // (world_size * accum) // hp.eval_seq_len)
-    return BatchPlan(accum, micro, micro * world_size, eval_sequences)
-
+    return BatchPlan(accum, micro, micro * world_size,
+                     max(1, hp.val_batch_tokens // (world_size * accum) // hp.eval_seq_len))
 
 # ---- Machine: ranks, device, clock, log ------------------------------------------------------------------------------
 
@@ -382,15 +375,11 @@ class Stopwatch:
     """The training clock: it counts only between start() and stop(), and only it is held against the cap."""
     def __init__(self) -> None:
         self._total, self._since = 0.0, None
-
     @property
     def seconds(self) -> float:
-        return self._total + (time.perf_counter() - self._since if self._since is not None else 0.0)
-
+        return self._total + (0.0 if self._since is None else time.perf_counter() - self._since)
     def start(self) -> None:
-        assert self._since is None, "the clock runs already"
         self._since = time.perf_counter()
-
     def stop(self) -> None:
         self._total, self._since = self.seconds, None
 
@@ -429,7 +418,6 @@ def write_file(path: Path, data: bytes) -> None:
         raise OSError(error.errno, f"{error.strerror}; free some space or set OUTPUT_DIR", str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
-
 
 # ---- Data: tokenizer bytes, shards, validation tokens, coprime-stride loader -----------------------------------------
 
