@@ -28,7 +28,6 @@ import subprocess
 import sys
 import time
 import traceback
-import uuid
 import zipfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -165,6 +164,8 @@ class Hyperparameters:
     dataset_dir = property(lambda self: Path(self.data_dir, f"datasets/fineweb10B_sp{self.vocab_size}{self.variant}"))
     tokenizer_path = property(
         lambda self: Path(self.data_dir, f"tokenizers/fineweb_{self.vocab_size}_bpe{self.variant}.model"))
+    fetch = property(
+        lambda self: f"`python data/cached_challenge_fineweb.py --variant sp{self.vocab_size}` or set DATA_DIR")
     train_cap_seconds = property(  # so that the Hessians still fit; 0: no cap
         lambda self: max(0.0, self.max_wallclock_seconds - self.gptq_reserve_seconds * self.gptq_enabled))
 
@@ -250,8 +251,8 @@ def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
         raise SetupError(f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens} must cut a rank's {per_rank * hp.train_seq_len} "
                          f"tokens; set MICRO_BATCH_TOKENS to one of {[n * hp.train_seq_len for n in divisors]}")
     accum, micro = per_rank // int(micro), int(micro)
-    return BatchPlan(accum, micro, micro * world_size,
-                     max(1, hp.val_batch_tokens // (world_size * accum) // hp.eval_seq_len))
+    eval_sequences = max(1, hp.val_batch_tokens // (world_size * accum) // hp.eval_seq_len)
+    return BatchPlan(accum, micro, micro * world_size, eval_sequences)
 
 # ---- Machine: ranks, device, clock, log ------------------------------------------------------------------------------
 
@@ -353,8 +354,7 @@ def join_world(hp: Hyperparameters, environ: Mapping[str, str]) -> World:
     if size > 1:
         # Half an hour: the longest wait is for rank 0's compression, measured 47 to 117 s a try, 6 tries at most.
         dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(minutes=30), device_id=gpu)
-    control = dist.new_group() if size > 1 else None
-    return World(rank, size, device, control, torch.cuda.Stream(gpu) if gpu else None)
+    return World(rank, size, device, dist.new_group() if size > 1 else None, torch.cuda.Stream(gpu) if gpu else None)
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
@@ -425,9 +425,6 @@ SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
 BOS_ID = 1
 SPACE_MARKER = "\u2581"  # SentencePiece's visible space; an escape, since encoding accidents have faked scores
 
-def fetch_hint(hp: Hyperparameters) -> str:
-    return f"`python data/cached_challenge_fineweb.py --variant sp{hp.vocab_size}` or set DATA_DIR"
-
 @dataclass(frozen=True)
 class ByteTables:
     """UTF-8 bytes of each token: `base_bytes` int16, `has_leading_space` and `is_boundary` bool, all (vocab,)."""
@@ -459,7 +456,7 @@ def load_tokenizer(hp: Hyperparameters) -> Any:
     try:
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
-        raise SetupError(f"no tokenizer at {path} ({error}); {fetch_hint(hp)}") from None
+        raise SetupError(f"no tokenizer at {path} ({error}); {hp.fetch}") from None
     if tokenizer.vocab_size() != hp.vocab_size:
         raise SetupError(f"VOCAB_SIZE={hp.vocab_size} must be {tokenizer.vocab_size()}, the pieces of {path}")
     return tokenizer
@@ -482,7 +479,7 @@ def open_shard(path: Path) -> np.ndarray:
 def find_shards(hp: Hyperparameters, split: str) -> list[Path]:
     paths = sorted(hp.dataset_dir.glob(f"fineweb_{split}_*.bin"))
     if not paths:
-        raise SetupError(f"no {split} shards in {hp.dataset_dir}; {fetch_hint(hp)}")
+        raise SetupError(f"no {split} shards in {hp.dataset_dir}; {hp.fetch}")
     return paths
 
 def check_token_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
@@ -552,7 +549,7 @@ def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, 
     """The whole validation split against the manifest, in words. Raises SetupError: such a score compares with none."""
     stats, splits = entry.get("stats") or {}, entry.get("splits") or {}
     if wrong := [f"{name} {stats[name]}, found {n}" for name, n in whole.items() if stats.get(name, n) != n]:
-        raise SetupError(f"{hp.dataset_dir} is not that of manifest.json ({'; '.join(wrong)}); {fetch_hint(hp)}")
+        raise SetupError(f"{hp.dataset_dir} is not that of manifest.json ({'; '.join(wrong)}); {hp.fetch}")
     if {"val", "train"} <= set(splits):
         (a, b), (c, d) = ((splits[split]["first_doc"], splits[split]["last_doc"]) for split in ("val", "train"))
         if a <= d and c <= b:
@@ -1476,9 +1473,8 @@ class Gradients:
             self.groups.append((flat, group))
 
     def add(self, loss: Tensor) -> None:
-        parameters = [p for _, group in self.groups for p in group]
-        found = torch.autograd.grad(loss, parameters, materialize_grads=True)  # skips may be unused
-        found = dict(zip(parameters, found))
+        parameters = [p for _, group in self.groups for p in group]  # skips may be unused: zeros
+        found = dict(zip(parameters, torch.autograd.grad(loss, parameters, materialize_grads=True)))
         for _, group in self.groups:
             torch._foreach_add_([p.grad for p in group], [found[p] for p in group])
 
@@ -1583,7 +1579,7 @@ class Trainer:
                 seconds, mean_loss = self._agree(loss, f"step {step + 1}")
                 self.steps_done = step + 1
                 if hp.train_log_every and (step < 5 or self.steps_done % hp.train_log_every == 0):
-                    self._log_step(mean_loss, seconds, factor, data)
+                    self._log_step(mean_loss, seconds, factor, data.wait_seconds)
                 if cap and seconds >= cap:
                     break
                 if hp.val_loss_every and self.steps_done % hp.val_loss_every == 0 and self.steps_done < hp.iterations:
@@ -1602,12 +1598,12 @@ class Trainer:
             raise DivergedError(f"loss not finite at {where} on ranks {broken}; lower MATRIX_LR or TIED_EMBED_LR")
         return max(seconds), sum(losses) / len(losses)
 
-    def _log_step(self, loss: float, seconds: float, factor: float, data: Prefetcher) -> None:
+    def _log_step(self, loss: float, seconds: float, factor: float, waited: float) -> None:
         step, tokens = self.steps_done, self.steps_done * self.hp.train_batch_tokens
         self.log(f"{step}/{self.hp.iterations} train_loss: {loss:.4f} train_time: {seconds / 60:.1f}m "
                  f"tok/s: {tokens / seconds:.0f}")
         self.log.record("step", step=step, train_loss=loss, train_seconds=seconds, tokens=tokens, lr_factor=factor,
-                        tokens_per_second=tokens / seconds, loader_wait_seconds=data.wait_seconds)
+                        tokens_per_second=tokens / seconds, loader_wait_seconds=waited)
 
     def _report_end(self, seconds: float, waited: float) -> None:
         step, hp = self.steps_done, self.hp
@@ -1776,35 +1772,31 @@ def quantize_state(state: Mapping[str, Tensor], hessians: dict[str, Tensor], hp:
 class HessianCollector:
     """Sums X^T X of the inputs of every linear that GPTQ will do; c_q, c_k and c_v share their block's input."""
     def __init__(self, model: GPT) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.sources: dict[str, str] = {}  # weight -> module whose input it multiplies
+        self.sums: dict[str, Tensor] = {}  # by the module whose input it is
+        self.sources = {f"{name}.weight": re.sub(r"\.c_[qkv]$", "", name) for name, module in model.named_modules()
+                        if name.startswith("blocks.") and isinstance(module, Linear)
+                        and storage_class(f"{name}.weight", module.weight, model.hp) == "int6"}
         self._hooks = []
-        for name, module in model.named_modules():
-            weight = f"{name}.weight"
-            if not (name.startswith("blocks.") and isinstance(module, Linear)
-                    and storage_class(weight, module.weight, model.hp) == "int6"):
-                continue
-            source = self.sources[weight] = re.sub(r"\.c_[qkv]$", "", name)
-            if source not in self.sums:
-                width = module.weight.size(1)
-                self.sums[source] = torch.zeros(width, width, device=module.weight.device)
-                owner = re.sub(r"(\.mlp)\.(fc|proj)$", r"\1", source)  # the fused MLP does not call its parts
-                hook = partial(self._add, source)
-                self._hooks.append(model.get_submodule(owner).register_forward_pre_hook(hook))
+        for source in dict.fromkeys(self.sources.values()):
+            owner = re.sub(r"(\.mlp)\.(fc|proj)$", r"\1", source)  # the fused MLP does not call its parts
+            self._hooks.append(model.get_submodule(owner).register_forward_pre_hook(partial(self._add, source)))
 
     def _add(self, source: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = leaky_square(module.fc(inputs[0])) if source.endswith(".mlp.proj") else inputs[0]
         x = x.flatten(0, -2).float()
+        if source not in self.sums:
+            self.sums[source] = x.new_zeros(x.size(1), x.size(1))
         self.sums[source].addmm_(x.T, x)
 
     def finish(self, batches: int, world: World) -> dict[str, Tensor]:
-        """Mean over all ranks' batches by weight name; removes the hooks. Zeros would mean that they never ran."""
+        """Mean over all ranks' batches by weight name; removes the hooks."""
         for hook in self._hooks:
             hook.remove()
+        unseen = {*self.sources.values()} - {*self.sums}
+        assert not unseen, f"no activation reached {unseen} during calibration"
         batches = sum(row[0] for row in world.gather([batches]))
-        for source, total in self.sums.items():
+        for total in self.sums.values():
             world.sum(total).div_(batches)
-            assert float(total.diagonal().sum()) != 0, f"no activation reached {source} during calibration"
         return {weight: self.sums[source] for weight, source in self.sources.items()}
 
 @torch.no_grad()
@@ -1923,7 +1915,7 @@ class Run:
     """One run on one rank: checks first, then train, write, re-read and score, then the summary."""
     def __init__(self, hp: Hyperparameters, environ: Mapping[str, str]) -> None:
         self.began, self.hp, self.source = time.perf_counter(), hp, Path(__file__).read_bytes()
-        self.run_id, self.output = hp.run_id or str(uuid.uuid4()), Path(hp.output_dir)
+        self.run_id, self.output = hp.run_id or os.urandom(16).hex(), Path(hp.output_dir)
         self.logs, self.artifact = self.output / "logs", self.output / "final_model.int6.ptz"
         self.results: dict[str, Any] = {}
         self.failure: RunError | None = None
