@@ -27,7 +27,6 @@ import subprocess
 import sys
 import time
 import traceback
-import uuid
 import zipfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -66,7 +65,6 @@ class ArtifactError(RunError, ValueError):
 
 EXIT_CODES = """Exit codes: 0 fine, 1 unexpected error, 2 settings, data or machine, 3 loss not finite, 4 over the size
 cap, 5 training data read after the cap, 6 artifact unreadable, 130 interrupted. (torchrun exits 1 and lists them.)"""
-
 
 # ---- Settings --------------------------------------------------------------------------------------------------------
 
@@ -168,6 +166,8 @@ class Hyperparameters:
     dataset_dir = property(lambda self: Path(self.data_dir, f"datasets/fineweb10B_sp{self.vocab_size}{self.variant}"))
     tokenizer_path = property(
         lambda self: Path(self.data_dir, f"tokenizers/fineweb_{self.vocab_size}_bpe{self.variant}.model"))
+    fetch = property(
+        lambda self: f"`python data/cached_challenge_fineweb.py --variant sp{self.vocab_size}` or set DATA_DIR")
     train_cap_seconds = property(  # so that the Hessians still fit; 0: no cap
         lambda self: max(0.0, self.max_wallclock_seconds - self.gptq_reserve_seconds * self.gptq_enabled))
 
@@ -181,9 +181,10 @@ class Hyperparameters:
                     values[item.name] = parse_setting(raw, hints[item.name], item.metadata["bounds"])
             except ValueError as error:
                 problems.append(f"{item.name.upper()}={raw!r} {error}")
-        hp = cls(**values)
-        problems = misspelt_settings(environ) + (problems or conflicts(hp))  # conflicts need sane values
-        if problems:
+        hp, known = cls(**values), [*map(str.upper, hints), *IGNORED_SETTINGS]
+        misspelt = [f"{name} is no setting; did you mean {near[0]}? (rename or unset it)" for name in sorted(environ)
+                    if name not in known and (near := difflib.get_close_matches(name.upper(), known, 1, 0.87))]
+        if problems := misspelt + (problems or conflicts(hp)):  # conflicts need sane values
             raise SetupError("settings:\n" + "\n".join(f"  - {p}" for p in problems))
         return hp
 
@@ -210,12 +211,6 @@ def parse_setting(raw: str, kind: Any, bounds: Mapping[str, float]) -> Any:
 
 def format_setting(value: Any) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
-
-def misspelt_settings(environ: Mapping[str, str]) -> list[str]:
-    """Variables that are no setting but look like one: a typing error would otherwise train the wrong model."""
-    known = [*(item.name.upper() for item in fields(Hyperparameters)), *IGNORED_SETTINGS]
-    return [f"{name} is no setting; did you mean {near[0]}? (rename or unset it)" for name in sorted(environ)
-            if name not in known and (near := difflib.get_close_matches(name.upper(), known, 1, 0.87))]
 
 def conflicts(hp: Hyperparameters) -> list[str]:
     """Every broken rule between settings, as a message with values, rule and remedy."""
@@ -253,14 +248,13 @@ def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
         raise SetupError(f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} must be a multiple of {world_size} ranks x "
                          f"TRAIN_SEQ_LEN={hp.train_seq_len}; use {fits}")
     divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
-    micro = hp.micro_batch_tokens / hp.train_seq_len if hp.micro_batch_tokens else per_rank / max(1, 8 / world_size)
+    micro = hp.micro_batch_tokens / hp.train_seq_len or per_rank / max(1, 8 / world_size)
     if micro not in divisors:
         raise SetupError(f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens} must cut a rank's {per_rank * hp.train_seq_len} "
                          f"tokens; set MICRO_BATCH_TOKENS to one of {[n * hp.train_seq_len for n in divisors]}")
     accum, micro = per_rank // int(micro), int(micro)
     eval_sequences = max(1, hp.val_batch_tokens // (world_size * accum) // hp.eval_seq_len)
     return BatchPlan(accum, micro, micro * world_size, eval_sequences)
-
 
 # ---- Machine: ranks, device, clock, log ------------------------------------------------------------------------------
 
@@ -385,15 +379,11 @@ class Stopwatch:
     """The training clock: it counts only between start() and stop(), and only it is held against the cap."""
     def __init__(self, seconds: float = 0.0) -> None:
         self._total, self._since = seconds, None
-
     @property
     def seconds(self) -> float:
-        return self._total + (time.perf_counter() - self._since if self._since is not None else 0.0)
-
+        return self._total + (0.0 if self._since is None else time.perf_counter() - self._since)
     def start(self) -> None:
-        assert self._since is None, "the clock runs already"
         self._since = time.perf_counter()
-
     def stop(self) -> None:
         self._total, self._since = self.seconds, None
 
@@ -433,15 +423,11 @@ def write_file(path: Path, data: bytes) -> None:
     finally:
         temporary.unlink(missing_ok=True)
 
-
 # ---- Data: tokenizer bytes, shards, validation tokens, coprime-stride loader -----------------------------------------
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
 BOS_ID = 1
 SPACE_MARKER = "\u2581"  # SentencePiece's visible space; an escape, since encoding accidents have faked scores
-
-def fetch_hint(hp: Hyperparameters) -> str:
-    return f"`python data/cached_challenge_fineweb.py --variant sp{hp.vocab_size}` or set DATA_DIR"
 
 @dataclass(frozen=True)
 class ByteTables:
@@ -474,7 +460,7 @@ def load_tokenizer(hp: Hyperparameters) -> Any:
     try:
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
-        raise SetupError(f"no tokenizer at {path} ({error}); {fetch_hint(hp)}") from None
+        raise SetupError(f"no tokenizer at {path} ({error}); {hp.fetch}") from None
     if tokenizer.vocab_size() != hp.vocab_size:
         raise SetupError(f"VOCAB_SIZE={hp.vocab_size} must be {tokenizer.vocab_size()}, the pieces of {path}")
     return tokenizer
@@ -491,13 +477,13 @@ def shard_tokens(path: Path) -> int:
 
 def open_shard(path: Path) -> np.ndarray:
     """The tokens of a shard as a read-only uint16 memory map. Raises SetupError."""
-    count = shard_tokens(path)  # an empty map is an error
-    return np.memmap(path, "<u2", "r", SHARD_HEADER_INTS * 4, (count,)) if count else np.zeros(0, np.uint16)
+    shard_tokens(path)
+    return np.memmap(path, "<u2", "r")[2 * SHARD_HEADER_INTS:]
 
 def find_shards(hp: Hyperparameters, split: str) -> list[Path]:
     paths = sorted(hp.dataset_dir.glob(f"fineweb_{split}_*.bin"))
     if not paths:
-        raise SetupError(f"no {split} shards in {hp.dataset_dir}; {fetch_hint(hp)}")
+        raise SetupError(f"no {split} shards in {hp.dataset_dir}; {hp.fetch}")
     return paths
 
 def check_token_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
@@ -506,11 +492,12 @@ def check_token_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
 
 def check_train_shards(hp: Hyperparameters) -> list[Path]:
     """Train shards in order, with headers, sizes and the first ids of each checked. Raises SetupError."""
-    paths = find_shards(hp, "train")
-    shards = [open_shard(path) for path in paths]
-    for path, tokens in zip(paths, shards):
+    paths, total = find_shards(hp, "train"), 0
+    for path in paths:
+        tokens = open_shard(path)
         check_token_ids(tokens[:65_536], hp.vocab_size, path)
-    if (total := sum(map(len, shards))) <= hp.train_batch_tokens:
+        total += len(tokens)
+    if total <= hp.train_batch_tokens:
         raise SetupError(f"{total} train tokens must exceed TRAIN_BATCH_TOKENS={hp.train_batch_tokens}; fetch more")
     return paths
 
@@ -536,11 +523,11 @@ def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
     docs = int((tokens == BOS_ID).sum())
     whole = {"docs_val": docs, "tokens_val": len(tokens), "bytes_val_normalised": count(tokens)}
     verdict = check_manifest(hp, entry, whole)
-    used = (len(tokens) - 1) // hp.eval_seq_len * hp.eval_seq_len + 1
-    if used < 2:
+    rest = (len(tokens) - 1) % hp.eval_seq_len
+    used = tokens[:len(tokens) - rest]
+    if len(used) < 2:
         raise SetupError(f"{len(tokens)} val tokens must exceed EVAL_SEQ_LEN={hp.eval_seq_len}; fetch more")
-    note = f"normalised text; {len(tokens) - used} tail tokens not scored; {verdict}"
-    return ValidationSet(tokens[:used], count(tokens[:used]), note)
+    return ValidationSet(used, count(used), f"normalised text; {rest} tail tokens not scored; {verdict}")
 
 def sidecar_count(hp: Hyperparameters, entry: dict, paths: list[Path], n: int) -> Callable[[np.ndarray], int]:
     """Bytes of the original text behind the first tokens, from the files beside the shards. Raises SetupError."""
@@ -566,7 +553,7 @@ def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, 
     """The whole validation split against the manifest, in words. Raises SetupError: such a score compares with none."""
     stats, splits = entry.get("stats") or {}, entry.get("splits") or {}
     if wrong := [f"{name} {stats[name]}, found {n}" for name, n in whole.items() if stats.get(name, n) != n]:
-        raise SetupError(f"{hp.dataset_dir} is not that of manifest.json ({'; '.join(wrong)}); {fetch_hint(hp)}")
+        raise SetupError(f"{hp.dataset_dir} is not that of manifest.json ({'; '.join(wrong)}); {hp.fetch}")
     if {"val", "train"} <= set(splits):
         (a, b), (c, d) = ((splits[split]["first_doc"], splits[split]["last_doc"]) for split in ("val", "train"))
         if a <= d and c <= b:
@@ -576,29 +563,17 @@ def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, 
     known = "yes" if {*whole} <= {*stats} else "as far as it says" if {*whole} & {*stats} else "it says nothing"
     return f"{note}; matches manifest: {known}" + "; UNOFFICIAL SPLIT" * bool(entry.get("unofficial_split"))
 
-@dataclass
-class ShardCursor:
-    """A walk over a shard's blocks: phase + seq_len * ((start + i * stride) mod blocks), stride coprime with blocks."""
-    phase: int
-    blocks: int
-    start: int
-    stride: int
-    taken: int = 0
+def draw_walk(rng: np.random.Generator, tokens: int, seq_len: int) -> tuple[int, Iterator[int]]:
+    """A walk over a shard of more than seq_len tokens: the number of its blocks and their first tokens, each once.
 
-    @classmethod
-    def draw(cls, rng: np.random.Generator, tokens: int, seq_len: int) -> ShardCursor:
-        """A cursor over more than seq_len tokens. (A choice among one number takes nothing from `rng`.)"""
-        phase = int(rng.integers(min(seq_len, tokens - seq_len)))
-        blocks = (tokens - 1 - phase) // seq_len
-        start, stride = int(rng.integers(blocks)), 0
-        while math.gcd(stride, blocks) != 1:
-            stride = int(rng.integers(1, blocks))
-        return cls(phase, blocks, start, stride)
-
-    def take(self, seq_len: int) -> int:
-        block = (self.start + self.taken * self.stride) % self.blocks
-        self.taken += 1
-        return self.phase + seq_len * block
+    They are phase + seq_len * ((start + i * stride) mod blocks), with a stride coprime to the number of blocks.
+    """
+    phase = int(rng.integers(min(seq_len, tokens - seq_len)))
+    blocks = (tokens - 1 - phase) // seq_len
+    start, stride = int(rng.integers(blocks)), 0  # (a choice among one number takes nothing from `rng`)
+    while math.gcd(stride, blocks) != 1:
+        stride = int(rng.integers(1, blocks))
+    return blocks, (phase + seq_len * ((start + i * stride) % blocks) for i in range(blocks))
 
 class CoprimeLoader:
     """The recipe's data order, alike on all ranks and in each new loader: each draw mixes windows of many shards."""
@@ -607,10 +582,10 @@ class CoprimeLoader:
         self.paths, self.seq_len, self.draw_windows, self.vocab_size = paths, seq_len, draw_windows, vocab_size
         self.rank, self.world_size, self.draws = rank, world_size, 0
         self.tokens = [open_shard(path) for path in paths]
-        self.shards = [i for i, tokens in enumerate(self.tokens) if len(tokens) > seq_len]
-        if not self.shards:
+        self.walks: dict[int, Iterator[int]] = {}  # by shard
+        self.blocks_left = {i: (len(t) - 1) // seq_len for i, t in enumerate(self.tokens) if len(t) > seq_len}
+        if not self.blocks_left:
             raise SetupError(f"no train shard has more than TRAIN_SEQ_LEN={seq_len} tokens; fetch more or lower it")
-        self.cursors: dict[int, ShardCursor] = {}
         # FNV-style 64-bit fold over the bytes of all paths: the data order depends on names alone
         seed = reduce(lambda fold, byte: (fold ^ byte) * 1099511628211 % 2**64, "".join(map(str, paths)).encode(), 0)
         self.rng = np.random.Generator(np.random.PCG64(seed))
@@ -619,16 +594,15 @@ class CoprimeLoader:
         """(shard, first token) of all ranks' windows of the next draw."""
         progress = min(self.draws / 1800, 1.0)  # over these draws, more even weights and a wider mix
         self.draws += 1
-        left = [max(1, cursor.blocks - cursor.taken) if (cursor := self.cursors.get(i))
-                else (len(self.tokens[i]) - 1) // self.seq_len for i in self.shards]  # blocks
-        weights = np.array(left, np.float64) ** (0.90 - 0.40 * progress)
+        shards = list(self.blocks_left)
+        weights = np.maximum([*self.blocks_left.values()], 1.0) ** (0.90 - 0.40 * progress)
         p = weights / weights.sum()
-        low, high = (min(max(least, each * self.world_size), len(self.shards), self.draw_windows)
+        low, high = (min(max(least, each * self.world_size), len(shards), self.draw_windows)
                      for least, each in ((8, 1), (32, 8)))
         mix = round(low + progress * (high - low))
-        chosen = self.rng.choice(len(self.shards), size=mix, replace=False, p=p)
+        chosen = self.rng.choice(len(shards), size=mix, replace=False, p=p)
         counts = 1 + self.rng.multinomial(self.draw_windows - mix, p[chosen] / p[chosen].sum())
-        buckets = [self._take(self.shards[chosen[k]], int(counts[k])) for k in self.rng.permutation(mix)]
+        buckets = [self._take(shards[chosen[k]], int(counts[k])) for k in self.rng.permutation(mix)]
         windows = []
         while buckets:  # rounds of one window from each shard, the shards in a new order each round
             buckets = [buckets[k] for k in self.rng.permutation(len(buckets))]
@@ -647,10 +621,11 @@ class CoprimeLoader:
     def _take(self, shard: int, count: int) -> list[tuple[int, int]]:
         windows = []
         for _ in range(count):
-            cursor = self.cursors.get(shard)
-            if cursor is None or cursor.taken >= cursor.blocks:
-                cursor = self.cursors[shard] = ShardCursor.draw(self.rng, len(self.tokens[shard]), self.seq_len)
-            windows.append((shard, cursor.take(self.seq_len)))
+            if shard not in self.walks or not self.blocks_left[shard]:
+                walk = draw_walk(self.rng, len(self.tokens[shard]), self.seq_len)
+                self.blocks_left[shard], self.walks[shard] = walk
+            self.blocks_left[shard] -= 1
+            windows.append((shard, next(self.walks[shard])))
         return [windows[k] for k in self.rng.permutation(count)]
 
 class Prefetcher:
@@ -666,18 +641,16 @@ class Prefetcher:
         self.last_read_seconds = self.clock.seconds
         return [part.pin_memory() for part in batch] if self.device.type == "cuda" else batch
 
-    def next(self) -> tuple[Tensor, Tensor]:
+    def next(self) -> list[Tensor]:
         """Inputs and targets on the device, int64 (sequences, seq_len); waits for the reader or raises its error."""
         began = time.perf_counter()
         batch = self._ahead.popleft().result()
         self._ahead.append(self._thread.submit(self._read))
         self.wait_seconds += time.perf_counter() - began
-        inputs, targets = (part.to(self.device, non_blocking=True) for part in batch)
-        return inputs, targets
+        return [part.to(self.device, non_blocking=True) for part in batch]
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
-
 
 # ---- Attention: one entry point, chosen by a probe -------------------------------------------------------------------
 
@@ -1372,7 +1345,6 @@ class Evaluator:
 
 class Gradients:
     """The gradients of a step, in one flat buffer per dtype: one all-reduce, one norm, and addresses that stay."""
-
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.groups: list[tuple[Tensor, list[nn.Parameter]]] = []
         largest_first = sorted(parameters, key=lambda p: -p.numel())  # the odd sizes last: the others stay aligned
@@ -1385,15 +1357,14 @@ class Gradients:
             self.groups.append((flat, group))
 
     def add(self, loss: Tensor) -> None:
-        parameters = [p for _, group in self.groups for p in group]
-        found = dict(zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True)))  # skips may be unused
+        parameters = [p for _, group in self.groups for p in group]  # skips may be unused: zeros
+        found = dict(zip(parameters, torch.autograd.grad(loss, parameters, materialize_grads=True)))
         for _, group in self.groups:
-            used = [p for p in group if found[p] is not None]
-            torch._foreach_add_([p.grad for p in used], [found[p] for p in used])
+            torch._foreach_add_([p.grad for p in group], [found[p] for p in group])
 
     def average(self, world: World) -> None:
         """Mean over ranks: one all-reduce per dtype (137 MB at full size)."""
-        for flat, _ in self.groups if world.size > 1 else ():
+        for flat, _ in self.groups:
             world.sum(flat.div_(world.size))
 
     def clip(self, largest_norm: float) -> None:
@@ -1416,28 +1387,23 @@ class Trainer:
         self.model, self.hp, self.train_paths, self.evaluator, self.log = model, model.hp, train_paths, evaluator, log
         self.plan, self.world, self.loss_function = evaluator.plan, evaluator.world, evaluator.loss_function
         self.clock, self.steps_done, self.last_read_seconds = Stopwatch(), 0, 0.0
-        self.parameters = list(model.parameters())
-        self.gradients = Gradients(self.parameters)
+        self.gradients = Gradients(model.parameters())
         self.optimizers = Optimizers(model, self.world, orthogonalize)
         size = (self.plan.micro_sequences, self.hp.train_seq_len)
         self.inputs, self.targets = (torch.zeros(size, dtype=torch.int64, device=self.world.device) for _ in range(2))
         self.loss = torch.zeros((), device=self.world.device)  # the mean over a step's micro-batches
         self.run_micro_batch = self.micro_batch
 
-    def open_data(self, skip: int = 0) -> contextlib.closing[Prefetcher]:
-        """A new reader of the training stream, after its first `skip` draws."""
-        loader = CoprimeLoader(self.train_paths, self.hp.train_seq_len, self.plan.draw_windows, self.world.rank,
-                               self.world.size, self.hp.vocab_size)
-        for _ in range(skip):
-            loader.next_windows()
-        return contextlib.closing(Prefetcher(loader, self.world.device, self.clock))
-
     @contextlib.contextmanager
     def on_the_clock(self, skip: int = 0) -> Iterator[Prefetcher]:
         """A new reader while the clock runs; notes when it last read."""
         synchronize(self.world.device)
         self.clock.start()
-        with self.open_data(skip) as data:
+        loader = CoprimeLoader(self.train_paths, self.hp.train_seq_len, self.plan.draw_windows, self.world.rank,
+                               self.world.size, self.hp.vocab_size)
+        for _ in range(skip):
+            loader.next_windows()
+        with contextlib.closing(Prefetcher(loader, self.world.device, self.clock)) as data:
             yield data
         synchronize(self.world.device)
         self.clock.stop()
@@ -1448,9 +1414,8 @@ class Trainer:
         self.gradients.zero()
         self.loss.zero_()
         for _ in range(self.plan.grad_accum_steps):
-            inputs, targets = data.next()
-            self.inputs.copy_(inputs)
-            self.targets.copy_(targets)
+            for buffer, batch in zip((self.inputs, self.targets), data.next()):
+                buffer.copy_(batch)
             self.run_micro_batch()
         mean_loss = self.world.fetch(self.loss)
         self.gradients.average(self.world)
@@ -1476,18 +1441,18 @@ class Trainer:
         self.run_micro_batch = graph.replay
 
     def warm_up(self) -> None:
-        """Compiles and settles everything on real shapes, then puts weights and optimizers back to their start."""
-        before, steps = [p.detach().clone() for p in self.parameters], self.hp.warmup_steps
-        with self.open_data() as data:
+        """Compiles and settles all on real shapes, then puts weights, optimizers and clock back to their start."""
+        before, steps = copy_weights(self.model), self.hp.warmup_steps
+        with self.on_the_clock() as data:
             for step in range(1, steps + 1):
                 self._agree(self.step(data, step - 1, 1.0), f"warm-up step {step}")
                 if step == 1:
                     self.record_graph()
                 if step <= 6 or step % 10 == 0 or step == steps:
                     self.log(f"warmup_step: {step}/{steps}")
-        with torch.no_grad():
-            torch._foreach_copy_(self.parameters, before)
+        self.model.load_state_dict(before)
         self.optimizers.reset()
+        self.clock = Stopwatch()
 
     def fit(self) -> EMA:
         """Trains; returns the averaged weights. The clock holds everything but validation."""
@@ -1507,7 +1472,8 @@ class Trainer:
                 ema.update()
                 seconds, mean_loss = self._agree(loss, f"step {step + 1}")
                 self.steps_done = step + 1
-                self._log_step(mean_loss, seconds, factor, data)
+                if hp.train_log_every and (step < 5 or self.steps_done % hp.train_log_every == 0):
+                    self._log_step(mean_loss, seconds, factor, data.wait_seconds)
                 if self.steps_done % CHECK_WEIGHTS_EVERY == 0:
                     self._compare_weights()
                 faulthandler.cancel_dump_traceback_later()
@@ -1520,7 +1486,7 @@ class Trainer:
                     log_validation(self.log, hp, self.steps_done, self.evaluator.full())
                     self.clock.start()
             snapshots.finish()
-        self._report_end(self.clock.seconds, data)
+        self._report_end(self.clock.seconds, data.wait_seconds)
         return ema
 
     def _agree(self, loss: Callable[[], float], where: str) -> tuple[float, float]:
@@ -1539,18 +1505,15 @@ class Trainer:
             raise DivergedError(f"ranks {wrong} have other weights than rank 0 after step {self.steps_done}: a GPU or "
                                 "its link computes wrongly; go on from a snapshot (RESUME=auto) on other hardware")
 
-    def _log_step(self, loss: float, seconds: float, factor: float, data: Prefetcher) -> None:
-        step, every = self.steps_done, self.hp.train_log_every
-        if not every or (step > 5 and step % every):
-            return
-        tokens = step * self.hp.train_batch_tokens
+    def _log_step(self, loss: float, seconds: float, factor: float, waited: float) -> None:
+        step, tokens = self.steps_done, self.steps_done * self.hp.train_batch_tokens
         self.log(f"{step}/{self.hp.iterations} train_loss: {loss:.4f} train_time: {seconds / 60:.1f}m "
                  f"tok/s: {tokens / seconds:.0f}")
         self.log.record("step", step=step, train_loss=loss, train_seconds=seconds, tokens=tokens, lr_factor=factor,
-                        tokens_per_second=tokens / seconds, loader_wait_seconds=data.wait_seconds)
+                        tokens_per_second=tokens / seconds, loader_wait_seconds=waited)
 
-    def _report_end(self, seconds: float, data: Prefetcher) -> None:
-        step, hp, waited = self.steps_done, self.hp, data.wait_seconds
+    def _report_end(self, seconds: float, waited: float) -> None:
+        step, hp = self.steps_done, self.hp
         if step < hp.iterations:
             self.log(f"stopping_early: wallclock_cap train_time: {1000 * seconds:.0f}ms step: {step}/{hp.iterations}")
         self.log("peak memory allocated: {} MiB reserved: {} MiB".format(*peak_memory_mib(self.world.device)))
@@ -1559,6 +1522,9 @@ class Trainer:
         if step * (1 - hp.ema_decay) < 5:
             share = f"{hp.ema_decay ** step:.0%} initial weights"
             self.log(f"WARNING: EMA_DECAY={hp.ema_decay} averages {share} after only {step} steps; lower it")
+
+def copy_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 # What may differ between the parts of a run: it does not decide what is learnt.
 FREE_SETTINGS = ("output_dir", "run_id", "resume", "checkpoint_every_seconds", "stall_seconds", "attention", "kernels",
@@ -1585,7 +1551,9 @@ class Snapshots:
         return {name: t for name, t in found.items() if t.numel()}
 
     def after_step(self, seconds: float) -> None:
-        """Begins a snapshot when it is time. `seconds` is equal on all ranks, so all begin the same one."""
+        """Names a finished snapshot; begins one when it is time: `seconds` is equal on all ranks, so all begin it."""
+        if self.pending and self.pending[0].done():
+            self.finish()
         if 0 < self.hp.checkpoint_every_seconds <= seconds - self.saved_at:
             from torch.distributed.checkpoint import async_save
 
@@ -1639,7 +1607,6 @@ def log_validation(log: RunLog, hp: Hyperparameters, step: int, score: Score) ->
     log(f"{step}/{hp.iterations} val_loss: {score.val_loss:.4f} val_bpb: {score.val_bpb:.4f}")
     log.record("validation", step=step, val_loss=score.val_loss, val_bpb=score.val_bpb, eval_seconds=score.seconds)
 
-
 # ---- Quantisation ----------------------------------------------------------------------------------------------------
 
 INT6_MAX, INT8_MAX = 31, 127
@@ -1650,8 +1617,8 @@ GPTQ_BLOCK = 128
 GPTQ_DAMPING = (0.01, 0.1, 1.0)  # times the mean diagonal; more only when the Hessian does not factor
 
 def storage_class(name: str, tensor: Tensor, hp: Hyperparameters) -> str:
-    """How a tensor is stored: passthrough (fp16 or integers), passthrough_ctrl (fp32), int6 or int8."""
-    if not tensor.is_floating_point() or tensor.numel() <= PASSTHROUGH_MAX_ELEMENTS:
+    """How a tensor is stored: passthrough (fp16), passthrough_ctrl (fp32), int6 or int8."""
+    if tensor.numel() <= PASSTHROUGH_MAX_ELEMENTS:
         return "passthrough"
     if is_control(name, hp):
         return "passthrough_ctrl"
@@ -1663,18 +1630,14 @@ def row_quantiles(weight: Tensor, quantiles: tuple[float, ...]) -> Tensor:
     parts = weight.float().abs().split(max(1, 2**23 // weight.size(1)))
     return torch.cat([torch.quantile(part, q, dim=1) for part in parts], dim=1)
 
-def int6_row_scales(weight: Tensor, coarseness: float = 1.0) -> Tensor:
-    """Candidate scales of (R, C), one set of R per clip quantile, fp32 values representable in fp16: (5, R).
-
-    The recipe's scales times `coarseness`, which trades precision for bytes.
-    """
+def int6_row_scales(weight: Tensor, coarseness: float) -> Tensor:
+    """Candidate scales of (R, C), a set per clip quantile, fp32 (5, R): the recipe's, rounded to fp16, times that."""
     clip = row_quantiles(weight, INT6_CLIP_QUANTILES)
     return ((clip / INT6_MAX).clamp_min(1 / INT6_MAX) * coarseness).half().float()
 
 def best_candidate(weight: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Of codes (5, R, C) with scales (5, R), the first with the least mean squared error: int8 (R, C), fp16 (R)."""
-    errors = (weight - codes * scales[..., None]).square().mean(dim=(1, 2))
-    best = int(errors.argmin())
+    best = int((weight - codes * scales[..., None]).square().mean(dim=(1, 2)).argmin())
     return codes[best].to(torch.int8), scales[best].half()
 
 def quantize_int6_rows(weight: Tensor, coarseness: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -1685,16 +1648,14 @@ def quantize_int6_rows(weight: Tensor, coarseness: float = 1.0) -> tuple[Tensor,
 
 def quantize_int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(R, C) -> codes int8 in +-127 and scales fp16 (R). Each row is clipped at a quantile; the fp32 scale rounds."""
-    weight = weight.float()
     clip = row_quantiles(weight, (INT8_CLIP_QUANTILE,)).T
     scale = (clip / INT8_MAX).clamp_min(1 / INT8_MAX)
-    codes = (weight.clamp(-clip, clip) / scale).round().clamp(-INT8_MAX, INT8_MAX)
+    codes = (weight.float().clamp(-clip, clip) / scale).round().clamp(-INT8_MAX, INT8_MAX)
     return codes.to(torch.int8), scale.squeeze(1).half()
 
 @dataclass(frozen=True)
 class HessianFactor:
     """Upper Cholesky factor (C, C) of the damped inverse Hessian, columns in `order`; `dead` (C) bool have no input."""
-
     upper: Tensor
     order: Tensor
     dead: Tensor
@@ -1710,12 +1671,11 @@ def factor_hessian(hessian: Tensor) -> HessianFactor | None:
     for damping in GPTQ_DAMPING:
         diagonal.copy_(before + damping * mean)
         order = diagonal.argsort(descending=True)
-        lower, failed = torch.linalg.cholesky_ex(hessian[order][:, order])
-        if int(failed) or not bool(lower.isfinite().all()):
-            continue
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        if not int(failed) and bool(upper.isfinite().all()):
-            return HessianFactor(upper, order, dead, damping)
+        with contextlib.suppress(torch.linalg.LinAlgError):
+            lower = torch.linalg.cholesky(hessian[order][:, order])
+            upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+            if bool(upper.isfinite().all()):
+                return HessianFactor(upper, order, dead, damping)
     return None
 
 def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor) -> Tensor:
@@ -1723,50 +1683,31 @@ def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor) -> Tensor:
 
     `scales` (K, N) fp32, `upper` (K, C, C); returns integer codes as fp32. All in full fp32, TF32 off.
     """
-    weight, codes = weight.clone(), torch.empty_like(weight)
-    scales = scales[..., None]
+    weight = weight.clone()  # the codes take the place of what is done
     for start in range(0, weight.size(2), GPTQ_BLOCK):
-        end = min(start + GPTQ_BLOCK, weight.size(2))
+        end = start + GPTQ_BLOCK
         block, within = weight[:, :, start:end].clone(), upper[:, start:end, start:end]
         errors = torch.empty_like(block)
-        for j in range(end - start):
-            column = block[:, :, j:j + 1]
-            q = (column / scales).round_().clamp_(-INT6_MAX, INT6_MAX)
-            errors[:, :, j:j + 1] = error = (column - q * scales) / within[:, j:j + 1, j:j + 1]
-            codes[:, :, start + j:start + j + 1] = q
-            block[:, :, j + 1:] -= error * within[:, j:j + 1, j + 1:]
+        for j in range(block.size(2)):
+            weight[:, :, start + j] = q = (block[:, :, j] / scales).round_().clamp_(-INT6_MAX, INT6_MAX)
+            errors[:, :, j] = error = (block[:, :, j] - q * scales) / within[:, j, j, None]
+            block[:, :, j + 1:] -= error[..., None] * within[:, j, None, j + 1:]
         weight[:, :, end:] -= errors @ upper[:, start:end, end:]
-    return codes
+    return weight
 
 def quantize_int6_gptq(weights: list[Tensor], factors: list[HessianFactor],
                        coarseness: float = 1.0) -> list[tuple[Tensor, Tensor]]:
     """GPTQ of all matrices of one shape (R, C) at once, the five clip candidates as further rows."""
-    candidates = torch.stack([int6_row_scales(w, coarseness) for w in weights])  # with dead columns
+    scales = torch.stack([int6_row_scales(w, coarseness) for w in weights])  # (K, 5, R), with dead columns
     ordered = torch.stack([w.float().masked_fill(f.dead, 0.0)[:, f.order] for w, f in zip(weights, factors)])
-    count, clips = len(weights), candidates.size(1)
-    codes = gptq_codes(ordered.repeat(1, clips, 1), candidates.flatten(1), torch.stack([f.upper for f in factors]))
-    codes = codes.unflatten(1, (clips, -1))
-    results = []
-    for k in range(count):
-        restored = torch.empty_like(codes[k])
-        restored[:, :, factors[k].order] = codes[k]
-        results.append(best_candidate(weights[k].float(), restored, candidates[k]))
-    return results
-
-@contextlib.contextmanager
-def full_fp32() -> Iterator[None]:
-    """TF32 off: GPTQ's error feedback needs all 24 bits."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    upper = torch.stack([f.upper for f in factors])
+    codes = gptq_codes(ordered.repeat(1, scales.size(1), 1), scales.flatten(1), upper).unflatten(1, scales.shape[1:])
+    return [best_candidate(w.float(), c[..., f.order.argsort()], s)
+            for w, f, c, s in zip(weights, factors, codes, scales)]
 
 @dataclass
 class Quantized:
     """`tensors` and `meta` of an artifact; which matrices GPTQ did, needed more damping for, or could not do."""
-
     tensors: dict[str, Tensor]
     meta: dict[str, Any]
     gptq: list[str]
@@ -1775,89 +1716,71 @@ class Quantized:
 
 def quantize_matrices(matrices: dict[str, Tensor], hessians: dict[str, Tensor], coarseness: float,
                       world: World) -> tuple[dict, dict[str, float]]:
-    """int6 codes and scales by name, and the damping of each that GPTQ did; the others are row-searched.
-
-    Each rank does its share of every shape; sums with the others' zeros hand all results to all ranks.
-    """
-    by_shape = defaultdict(list)
-    for name, matrix in matrices.items():
-        by_shape[matrix.shape].append(name)
-    results, damping = {}, dict.fromkeys(matrices, 0.0)
-    for group in by_shape.values():
-        mine = group[world.rank::world.size]
-        factors = {n: f for n in mine if n in hessians and (f := factor_hessian(hessians[n])) is not None}
-        results |= {name: quantize_int6_rows(matrices[name], coarseness) for name in mine if name not in factors}
-        if factors:
-            done = quantize_int6_gptq([matrices[n] for n in factors], list(factors.values()), coarseness)
-            results |= zip(factors, done)
-        damping |= {name: factor.damping for name, factor in factors.items()}
-    if world.size > 1:
-        for name, w in matrices.items():
-            empty = w.new_zeros(w.shape, dtype=torch.int8), w.new_zeros(w.shape[0], dtype=torch.float16)
-            results[name] = tuple(world.sum(part) for part in results.get(name, empty))
-        total = world.sum(torch.tensor(list(damping.values()), device=world.device))
-        damping = dict(zip(damping, total.tolist()))
-    return results, {name: value for name, value in damping.items() if value}
+    """int6 codes and scales by name, and the damping of each that GPTQ did; the others are row-searched."""
+    mine = sorted(matrices, key=lambda name: matrices[name].shape)[world.rank::world.size]  # as many of every shape
+    factors = {n: f for n in mine if n in hessians and (f := factor_hessian(hessians[n])) is not None}
+    done = {n: quantize_int6_rows(matrices[n], coarseness) for n in mine if n not in factors}
+    for shape in {matrices[n].shape for n in factors}:
+        alike = [n for n in factors if matrices[n].shape == shape]
+        weights = [matrices[n] for n in alike]
+        done |= zip(alike, quantize_int6_gptq(weights, [factors[n] for n in alike], coarseness))
+    for name, w in matrices.items():  # sums with the other ranks' zeros hand all results to all ranks
+        empty = w.new_zeros(w.shape, dtype=torch.int8), w.new_zeros(w.shape[0], dtype=torch.float16)
+        done[name] = tuple(world.sum(part) for part in done.get(name, empty))
+    damping = np.sum(world.gather([factors[n].damping if n in factors else 0.0 for n in matrices]), axis=0)
+    return done, {name: float(value) for name, value in zip(matrices, damping) if value}
 
 @torch.no_grad()
 def quantize_state(state: Mapping[str, Tensor], hessians: dict[str, Tensor], hp: Hyperparameters,
                    coarseness: float = 1.0, world: World = World()) -> Quantized:
     """Every tensor of a state dict in its storage class, in state-dict order; results are on the CPU."""
-    classes = {name: storage_class(name, t, hp) for name, t in state.items()}
-    with full_fp32():
-        matrices = {name: state[name] for name, kind in classes.items() if kind == "int6"}
-        int6, gptq = quantize_matrices(matrices, hessians, coarseness, world)
+    meta: dict[str, Any] = {name: storage_class(name, t, hp) for name, t in state.items()}
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # TF32 off: GPTQ's error feedback needs all 24 bits
+    matrices = {name: state[name] for name, kind in meta.items() if kind == "int6"}
+    int6, damping = quantize_matrices(matrices, hessians, coarseness, world)
+    torch.set_float32_matmul_precision(before)
     tensors: dict[str, Tensor] = {}
-    meta: dict[str, Any] = {}
-    for name, tensor in state.items():
-        kind = meta[name] = classes[name]
-        if kind == "passthrough":
-            tensors[name] = (tensor.half() if tensor.is_floating_point() else tensor).cpu()
-        elif kind == "passthrough_ctrl":
-            tensors[name] = tensor.float().cpu()
-        else:
-            codes, scale = int6[name] if kind == "int6" else quantize_int8_rows(tensor)
-            tensors[f"{name}.q"], tensors[f"{name}.scale"] = codes.cpu().contiguous(), scale.cpu().contiguous()
-            method = {"method": "gptq" if name in gptq else "clip_search"} if kind == "int6" and hp.gptq_enabled else {}
-            meta[name] = {"type": kind, **method}
-    damped = [name for name, damping in gptq.items() if damping > 2 * GPTQ_DAMPING[0]]
-    return Quantized(tensors, meta, list(gptq), damped, [name for name in hessians if name not in gptq])
+    for name, kind in meta.items():
+        if kind.startswith("passthrough"):
+            tensors[name] = state[name].half() if kind == "passthrough" else state[name].float()
+            continue
+        tensors[f"{name}.q"], tensors[f"{name}.scale"] = int6.get(name) or quantize_int8_rows(state[name])
+        meta[name] = {"type": kind}
+        if kind == "int6" and hp.gptq_enabled:
+            meta[name]["method"] = "gptq" if name in damping else "clip_search"
+    tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
+    damped = [name for name, value in damping.items() if value > GPTQ_DAMPING[0]]
+    return Quantized(tensors, meta, list(damping), damped, [name for name in hessians if name not in damping])
 
 class HessianCollector:
     """Sums X^T X of the inputs of every linear that GPTQ will do; c_q, c_k and c_v share their block's input."""
-
     def __init__(self, model: GPT) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.sources: dict[str, str] = {}  # weight -> module whose input it multiplies
+        self.sums: dict[str, Tensor] = {}  # by the module whose input it is
+        self.sources = {f"{name}.weight": re.sub(r"\.c_[qkv]$", "", name) for name, module in model.named_modules()
+                        if name.startswith("blocks.") and isinstance(module, Linear)
+                        and storage_class(f"{name}.weight", module.weight, model.hp) == "int6"}
         self._hooks = []
-        for name, module in model.named_modules():
-            weight = f"{name}.weight"
-            if not name.startswith("blocks.") or not isinstance(module, Linear):
-                continue
-            if storage_class(weight, module.weight, model.hp) != "int6":
-                continue
-            source = self.sources[weight] = re.sub(r"\.c_[qkv]$", "", name)
-            if source not in self.sums:
-                width = module.weight.size(1)
-                self.sums[source] = torch.zeros(width, width, device=module.weight.device)
-                owner = re.sub(r"(\.mlp)\.(fc|proj)$", r"\1", source)  # the fused MLP does not call its parts
-                self._hooks.append(model.get_submodule(owner).register_forward_pre_hook(self._adder(source)))
+        for source in dict.fromkeys(self.sources.values()):
+            owner = re.sub(r"(\.mlp)\.(fc|proj)$", r"\1", source)  # the fused MLP does not call its parts
+            self._hooks.append(model.get_submodule(owner).register_forward_pre_hook(partial(self._add, source)))
 
-    def _adder(self, source: str) -> Callable[[nn.Module, tuple[Tensor]], None]:
-        def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            x = leaky_square(module.fc(inputs[0])) if source.endswith(".mlp.proj") else inputs[0]
-            x = x.flatten(0, -2).float()
-            self.sums[source].addmm_(x.T, x)
-        return add
+    def _add(self, source: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = leaky_square(module.fc(inputs[0])) if source.endswith(".mlp.proj") else inputs[0]
+        x = x.flatten(0, -2).float()
+        if source not in self.sums:
+            self.sums[source] = x.new_zeros(x.size(1), x.size(1))
+        self.sums[source].addmm_(x.T, x)
 
     def finish(self, batches: int, world: World) -> dict[str, Tensor]:
-        """Mean over all ranks' batches by weight name; removes the hooks. Zeros would mean that they never ran."""
+        """Mean over all ranks' batches by weight name; removes the hooks."""
         for hook in self._hooks:
             hook.remove()
+        unseen = {*self.sources.values()} - {*self.sums}
+        assert not unseen, f"no activation reached {unseen} during calibration"
         batches = sum(row[0] for row in world.gather([batches]))
-        for source, total in self.sums.items():
-            world.sum(total).div_(max(batches, 1))
-            assert float(total.diagonal().sum()) != 0, f"no activation reached {source} during calibration"
+        for total in self.sums.values():
+            world.sum(total).div_(batches)
         return {weight: self.sums[source] for weight, source in self.sources.items()}
 
 @torch.no_grad()
@@ -1866,53 +1789,40 @@ def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog
 
     The clock runs. Stops early, saying so, when one more batch as slow as the slowest would pass the cap.
     """
-    hp, collector = model.hp, HessianCollector(model)
-    began = clock.seconds
-    slowest, batches = 0.0, 0
-    while batches < hp.gptq_calibration_batches and collector.sums:
-        if 0 < hp.max_wallclock_seconds < clock.seconds + slowest and batches:
+    hp, collector, began, slowest = model.hp, HessianCollector(model), clock.seconds, 0.0
+    for batches in range(1, hp.gptq_calibration_batches + 1):
+        start = clock.seconds
+        model.hidden(data.next()[0])
+        synchronize(world.device)
+        slowest = max(slowest, clock.seconds - start)
+        if batches < hp.gptq_calibration_batches and 0 < hp.max_wallclock_seconds < clock.seconds + slowest:
             log(f"WARNING: only {batches} of {hp.gptq_calibration_batches} calibration batches fit into the cap; raise "
                 "GPTQ_RESERVE_SECONDS or lower GPTQ_CALIBRATION_BATCHES")
             break
-        start = clock.seconds
-        inputs, _ = data.next()
-        model.hidden(inputs)
-        synchronize(inputs.device)
-        slowest, batches = max(slowest, clock.seconds - start), batches + 1
     hessians = collector.finish(batches, world)
     log(f"GPTQ:collected {len(hessians)} Hessians in {clock.seconds - began:.1f}s")
     if world.size > 1:
         log(f"GPTQ: Hessians are means over {world.size} ranks; the published script takes those of rank 0")
     return hessians
 
-
 # ---- Artifact --------------------------------------------------------------------------------------------------------
 
-SHUFFLE_MAGIC, SHUFFLE_STRIDE = b"BSHF", 2
+SHUFFLE_MAGIC = b"BSHF\x02"  # 2: how many apart the bytes are that come to lie side by side
 XZ_MAGIC = b"\xfd7zXZ\x00"
+BYTES_PER_WEIGHT = {"int6": 0.42, "int8": 0.88, "passthrough": 1.8, "passthrough_ctrl": 3.6}  # in published runs
 
 def byte_shuffle(data: bytes) -> bytes:
-    """Magic, stride, then bytes 0, 2, 4, ..., then 1, 3, 5, ...: fp16 high bytes compress better side by side."""
-    if len(data) < SHUFFLE_STRIDE:
-        return data
-    return SHUFFLE_MAGIC + bytes([SHUFFLE_STRIDE]) + b"".join(data[i::SHUFFLE_STRIDE] for i in range(SHUFFLE_STRIDE))
+    """Magic, then bytes 0, 2, 4, ..., then 1, 3, 5, ...: fp16 high bytes compress better side by side."""
+    return data if len(data) < 2 else SHUFFLE_MAGIC + data[::2] + data[1::2]
 
 def byte_unshuffle(data: bytes) -> bytes:
-    """Inverse of `byte_shuffle`; data without its magic comes back as it is. Raises ArtifactError on a stride of 0."""
-    head = len(SHUFFLE_MAGIC)
-    if not data.startswith(SHUFFLE_MAGIC) or len(data) == head:
+    """Inverse of `byte_shuffle`; data without its magic comes back as it is."""
+    if not data.startswith(SHUFFLE_MAGIC):
         return data
-    stride, body = data[head], data[head + 1:]
-    if stride == 0:
-        raise ArtifactError("byte shuffle with stride 0: the artifact is damaged")
-    out = bytearray(len(body))
-    for i in range(stride):
-        count = len(out[i::stride])
-        out[i::stride], body = body[:count], body[count:]
-    return bytes(out)
-
-def first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    body = np.frombuffer(data, np.uint8, offset=len(SHUFFLE_MAGIC))
+    out = np.empty_like(body)
+    out[::2], out[1::2] = np.split(body, [(len(body) + 1) // 2])
+    return out.tobytes()
 
 def import_brotli() -> Any:
     """The module, which only its users need. Raises SetupError."""
@@ -1955,7 +1865,8 @@ def unpack_artifact(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise TypeError("w must hold plain tensors, all names must be text")
         return tensors, meta
     except Exception as error:  # noqa: BLE001 - a damaged zip or pickle fails in many ways, which mean the same
-        raise ArtifactError(f"its content is damaged ({type(error).__name__}: {first_line(error)})") from None
+        reason = str(error).partition("\n")[0]
+        raise ArtifactError(f"its content is damaged ({type(error).__name__}: {reason})") from None
 
 def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights with the names, shapes and dtypes of `like`. Raises ArtifactError when they belong to another model."""
@@ -1976,15 +1887,6 @@ def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[s
         state[name] = value.to(target.dtype)
     return state
 
-@torch.no_grad()
-def load_weights(model: GPT, state: Mapping[str, Tensor]) -> None:
-    """Copies a full state dict into the model's own tensors, so that compiled code stays valid."""
-    for name, tensor in model.state_dict().items():
-        tensor.copy_(state[name])
-
-BYTES_PER_WEIGHT = {"int6": 0.42, "int8": 0.88, "passthrough": 1.8, "passthrough_ctrl": 3.6}  # in published runs
-
-
 # ---- Run: from settings to a scored artifact -------------------------------------------------------------------------
 
 SUMMARY_FORMATS = {
@@ -1997,7 +1899,7 @@ class Run:
     """One run on one rank: checks first, then train, write, re-read and score, then the summary."""
     def __init__(self, hp: Hyperparameters, environ: Mapping[str, str]) -> None:
         self.began, self.hp, self.source = time.perf_counter(), hp, Path(__file__).read_bytes()
-        self.run_id, self.output = hp.run_id or str(uuid.uuid4()), Path(hp.output_dir)
+        self.run_id, self.output = hp.run_id or os.urandom(16).hex(), Path(hp.output_dir)
         self.logs, self.artifact = self.output / "logs", self.output / "final_model.int6.ptz"
         self.snapshots = self.output / "checkpoints"
         if hp.resume and (parts := list(self.logs.glob(f"{self.run_id}*.txt"))):
@@ -2023,9 +1925,8 @@ class Run:
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.evaluator = Evaluator(hp, self.plan, self.world, self.val, self.compile(self.model))
         self.log = self.open_log()
-        self.log_head()
-        self.log_choices(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})", attention, kernels,
-                         f"{int(compiled)} ({why})")
+        self.log_head(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})\nattention: {attention}\n"
+                      f"kernels: {kernels}\ncompile: {int(compiled)} ({why})")
         for name in sorted(set(IGNORED_SETTINGS) & set(environ)):
             self.log(f"WARNING: {name} is set, but nothing reads it; the published script ignores it too")
 
@@ -2040,11 +1941,8 @@ class Run:
                 (self.output / ".writable").unlink()
                 if (free := shutil.disk_usage(self.output).free) < need:
                     raise OSError(f"{free} bytes are free, the model files need {need}")
-                names = [self.logs / f"{self.run_id}.{ending}" for ending in ("txt", "jsonl", "int6.ptz")]
-                snapshots = [] if self.hp.resume or not self.hp.checkpoint_every_seconds else [self.snapshots]
-                for path in [*names, *snapshots]:
-                    if path.exists():
-                        raise OSError(f"{path} exists and is kept")
+                if self.hp.checkpoint_every_seconds and not self.hp.resume and self.snapshots.exists():
+                    raise OSError(f"{self.snapshots} exists and is kept")
                 log = RunLog(self.logs, self.run_id)
         except OSError as error:
             problem = f"cannot write RUN_ID={self.run_id} to OUTPUT_DIR={self.output}: {error}; choose another"
@@ -2052,31 +1950,25 @@ class Run:
             raise SetupError(problem)
         return log
 
-    def log_head(self) -> None:
-        """Settings, source, versions and GPUs: the file alone is enough to repeat the run."""
-        hp, rule = self.hp, "=" * 100
+    def log_head(self, choices: str) -> None:
+        """Settings, source, versions and GPUs (the file alone is enough to repeat the run), then what was chosen."""
+        hp, plan, world, rule = self.hp, self.plan, self.world, "=" * 100
         values = asdict(hp) | {
-            "run_id": self.run_id, "rank": self.world.rank, "world_size": self.world.size,
-            "grad_accum_steps": self.plan.grad_accum_steps, "logfile": self.logs / f"{self.run_id}.txt",
+            "run_id": self.run_id, "rank": world.rank, "world_size": world.size,
+            "grad_accum_steps": plan.grad_accum_steps, "logfile": self.logs / f"{self.run_id}.txt",
             "datasets_dir": hp.dataset_dir, "train_files": hp.dataset_dir / "fineweb_train_*.bin",
             "val_files": hp.dataset_dir / "fineweb_val_*.bin", "tokenizer_path": hp.tokenizer_path,
             "model_path": self.output / "final_model.pt", "quantized_model_path": self.artifact}
-        texts = {name: format_setting(value) for name, value in values.items()}
-        lines = [rule, "Hyperparameters:", *(f"  {name}: {texts[name]}" for name in sorted(texts)),
+        texts = {name: format_setting(value) for name, value in sorted(values.items())}
+        lines = [rule, "Hyperparameters:", *(f"  {name}: {text}" for name, text in texts.items()),
                  self.source.decode("utf-8"), rule, f"Running Python {sys.version}",
                  f"Running PyTorch {torch.__version__}", gpu_report(), rule]
         self.log("\n".join(lines), console=False)
         self.log.record("settings", **texts)
-
-    def log_choices(self, dtype: str, attention: str, kernels: str, compile: str) -> None:
-        hp, world, plan = self.hp, self.world, self.plan
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
         estimate = len(self.source) + sum(
             t.numel() * BYTES_PER_WEIGHT[storage_class(name, t, hp)] for name, t in self.model.state_dict().items())
-        self.log(f"""machine: {world.size} x {device}, PyTorch {torch.__version__}, {dtype}
-attention: {attention}
-kernels: {kernels}
-compile: {compile}
+        self.log(f"""machine: {world.size} x {device}, PyTorch {torch.__version__}, {choices}
 train_shards: {len(self.train_paths)}
 val_tokens: {self.val.targets}
 val_bytes: {self.val.target_bytes} ({self.val.note})
@@ -2089,51 +1981,50 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
 
     def train(self) -> None:
         """Training, Hessians, quantisation; ends with the artifact on disk, before anything of it is evaluated."""
-        hp = self.hp
+        hp, cap, hessians = self.hp, self.hp.max_wallclock_seconds, {}
         trainer = Trainer(self.model, self.evaluator, self.train_paths, self.log, self.compile(newton_schulz))
         if hp.train_cap_seconds and hp.gptq_enabled:
             self.log(f"gptq:reserving {hp.gptq_reserve_seconds:g}s, effective={1000 * hp.train_cap_seconds:.0f}ms")
         try:
             trainer.warm_up()
         except torch.OutOfMemoryError as error:
-            micro = self.plan.micro_sequences
+            micro, reason = self.plan.micro_sequences, str(error).partition("\n")[0]
             fits = [n * hp.train_seq_len for n in range(1, micro) if micro % n == 0]
-            raise SetupError(f"{first_line(error)}; set MICRO_BATCH_TOKENS to one of {fits}") from None
+            raise SetupError(f"{reason}; set MICRO_BATCH_TOKENS to one of {fits}") from None
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
         self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step, with compile and warm-up")
-        averaged = trainer.fit()
-        self.raw = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        averaged.copy_to_model()
-        train_seconds = trainer.clock.seconds
-        hessian_seconds = self.write_artifact(trainer)
-        tokens = trainer.steps_done * hp.train_batch_tokens
-        self.results |= {"train_seconds": train_seconds + hessian_seconds, "hessian_seconds": hessian_seconds,
-                         "steps": trainer.steps_done, "tokens": tokens, "tokens_per_second": tokens / train_seconds}
-        cap, last = hp.max_wallclock_seconds, max(self.world.gather([trainer.last_read_seconds]))[0]
+        self.average = trainer.fit()
+        steps, tokens, seconds = trainer.steps_done, trainer.steps_done * hp.train_batch_tokens, trainer.clock.seconds
+        self.raw = copy_weights(self.model)
+        self.average.copy_to_model()
+        self.write_checkpoint()
+        if hp.gptq_enabled:
+            with trainer.on_the_clock() as data:
+                hessians = collect_hessians(self.model, data, trainer.clock, self.log, self.world)
+        self.write_artifact(hessians)
+        last = max(self.world.gather([trainer.last_read_seconds]))[0]
+        self.results |= {"train_seconds": trainer.clock.seconds, "hessian_seconds": trainer.clock.seconds - seconds,
+                         "steps": steps, "tokens": tokens, "tokens_per_second": tokens / seconds,
+                         "train_data_last_read_seconds": last}
         self.log(f"training data last read at {last:.1f}s of the clock, {f'cap {cap:.1f}s' if cap > 0 else 'no cap'}")
-        self.results["train_data_last_read_seconds"] = last
         if 0 < cap < last:
             self.failure = ClockError(f"data read at {last:.1f}s, past the cap of {cap}s; raise GPTQ_RESERVE_SECONDS")
 
-    def write_artifact(self, trainer: Trainer) -> float:
-        """All ranks collect Hessians on the clock and quantise; rank 0 writes the averaged weights and the artifact."""
-        before, hessians, checkpoint = trainer.clock.seconds, {}, io.BytesIO()
+    def write_checkpoint(self) -> None:
+        """Rank 0's averaged weights, unquantised; a disk too full for them must not cost the artifact."""
+        buffer = io.BytesIO()
         if self.world.is_main:
-            torch.save({name: t.cpu() for name, t in self.model.state_dict().items()}, checkpoint)
+            torch.save({name: t.cpu() for name, t in self.model.state_dict().items()}, buffer)
             try:
-                write_file(self.output / "final_model.pt", checkpoint.getvalue())
-                self.log(f"Serialized model: {len(checkpoint.getvalue())} bytes")
-            except OSError as error:  # a disk too full for it must not cost the artifact
+                write_file(self.output / "final_model.pt", buffer.getvalue())
+                self.log(f"Serialized model: {len(buffer.getvalue())} bytes")
+            except OSError as error:
                 self.log(f"WARNING: final_model.pt was not written ({error})")
         self.log(f"Code size: {len(self.source)} bytes")
-        if self.hp.gptq_enabled:
-            with trainer.on_the_clock() as data:
-                hessians = collect_hessians(self.model, data, trainer.clock, self.log, self.world)
-        self.write_quantized(hessians)
-        return self.world.broadcast_object(trainer.clock.seconds - before)
 
-    def write_quantized(self, hessians: dict[str, Tensor]) -> None:
+    def write_artifact(self, hessians: dict[str, Tensor]) -> None:
+        """All ranks quantise, rank 0 writes."""
         quantized, data = self.quantize_to_fit(hessians)
         if self.hp.gptq_enabled:
             done, left = len(quantized.gptq), len(quantized.fallback)
@@ -2176,10 +2067,9 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
     def score(self) -> None:
         """Scores raw and averaged weights when there was training, then the artifact re-read from disk."""
         if not self.hp.eval_only:
-            averaged = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-            load_weights(self.model, self.raw)
+            self.model.load_state_dict(self.raw)
             log_validation(self.log, self.hp, self.results["steps"], self.evaluator.full())
-            load_weights(self.model, averaged)
+            self.average.copy_to_model()
             self.evaluate("pre-quantization post-ema", "pre_quant", self.evaluator.full)
         began = time.perf_counter()
         self.load_artifact(Path(self.hp.eval_only or self.artifact))
@@ -2203,15 +2093,15 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         """Reads the file on rank 0, hands the bytes to all ranks (other nodes have no such file) and loads them."""
         data = self.world.broadcast_object(path.read_bytes() if self.world.is_main else None)
         try:
-            load_weights(self.model, dequantize(*unpack_artifact(data), self.model.state_dict()))
+            self.model.load_state_dict(dequantize(*unpack_artifact(data), self.model.state_dict()))
         except ArtifactError as error:
             raise ArtifactError(f"{path} cannot be scored: {error}") from None
-        code, model = len(self.source), len(data)
-        headroom = SIZE_CAP_BYTES - code - model
-        self.results |= {"code_bytes": code, "model_bytes": model, "total_bytes": code + model}
-        self.results["headroom_bytes"] = headroom
-        if headroom < 0 and not self.failure:
-            self.failure = OversizeError(f"{-headroom} bytes over the cap of {SIZE_CAP_BYTES}; raise MUON_WD, EMBED_WD")
+        total = len(self.source) + len(data)
+        self.results |= {"code_bytes": len(self.source), "model_bytes": len(data), "total_bytes": total,
+                         "headroom_bytes": SIZE_CAP_BYTES - total}
+        if total > SIZE_CAP_BYTES and not self.failure:
+            over = f"{total - SIZE_CAP_BYTES} bytes over the cap of {SIZE_CAP_BYTES}"
+            self.failure = OversizeError(f"{over}; raise MUON_WD, EMBED_WD")
 
     def summarize(self) -> None:
         """The block of `key: value` lines at column 0 that tools read."""
@@ -2236,8 +2126,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, epilog=f"{text}\n{EXIT_CODES}",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print-config", action="store_true", help="print the effective settings and stop")
-    args = parser.parse_args()
-    code = 0
+    args, code = parser.parse_args(), 0
     try:
         hp = Hyperparameters.from_env(os.environ)
         if args.print_config:

@@ -175,21 +175,21 @@ def shards(tmp_path, monkeypatch):
 
 @quick
 @given(st.integers(2, 5000), st.integers(1, 80), st.integers(0, 2**32))
-def test_a_cursor_visits_each_block_once(tokens, seq_len, seed):
-    cursor = tg.ShardCursor.draw(np.random.default_rng(seed), max(tokens, seq_len + 1), seq_len)
-    starts = [cursor.take(seq_len) for _ in range(cursor.blocks)]
-    assert len(set(starts)) == len(starts) >= 1
+def test_a_walk_visits_each_block_once(tokens, seq_len, seed):
+    blocks, walk = tg.draw_walk(np.random.default_rng(seed), max(tokens, seq_len + 1), seq_len)
+    starts = list(walk)
+    assert len(set(starts)) == len(starts) == blocks >= 1
     assert min(starts) >= 0 and max(starts) + seq_len + 1 <= max(tokens, seq_len + 1)
 
 
-def test_no_window_comes_twice_before_its_cursor_is_used_up(shards):
+def test_no_window_comes_twice_before_its_walk_is_over(shards):
     loader = tg.CoprimeLoader(shards, 32, 4)
-    seen, cursors = {}, {}
+    seen, walks = {}, {}
     for _ in range(150):
         windows = loader.next_windows()
         for shard in {s for s, _ in windows}:
-            if cursors.get(shard) is not loader.cursors[shard]:  # redrawn in this draw: start anew after it
-                cursors[shard], seen[shard] = loader.cursors[shard], None
+            if walks.get(shard) is not loader.walks[shard]:  # redrawn in this draw: start anew after it
+                walks[shard], seen[shard] = loader.walks[shard], None
         for shard, start in windows:
             if seen[shard] is not None:
                 assert start not in seen[shard]
@@ -204,7 +204,7 @@ def test_ranks_read_disjoint_windows_that_make_up_the_draw(shards, world):
     for _ in range(20):
         parts = [loader.next_batch()[0] for loader in loaders]
         windows = whole.next_windows()
-        assert len(set(windows)) >= len(windows) - 4  # a used-up cursor may be redrawn within the draw
+        assert len(set(windows)) >= len(windows) - 4  # a walk that is over may be redrawn within the draw
         expected = [whole.tokens[s][start : start + 32] for s, start in windows]
         for rank, part in enumerate(parts):
             np.testing.assert_array_equal(part, np.stack(expected[rank::world]))
