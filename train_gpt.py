@@ -18,7 +18,6 @@ import io
 import json
 import lzma
 import math
-import operator
 import os
 import platform
 import re
@@ -62,6 +61,9 @@ class ClockError(RunError):
     exit_code = 5
 class ArtifactError(RunError, ValueError):
     exit_code = 6
+
+def first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 EXIT_CODES = """Exit codes: 0 fine, 1 unexpected error, 2 settings, data or machine, 3 loss not finite, 4 over the size
 cap, 5 training data read after the cap, 6 artifact unreadable, 130 interrupted. (torchrun exits 1 and lists them.)"""
@@ -188,9 +190,6 @@ class Hyperparameters:
             raise SetupError("settings:\n" + "\n".join(f"  - {p}" for p in problems))
         return hp
 
-BOUNDS = {"least": (operator.ge, "at least"), "most": (operator.le, "at most"),
-          "above": (operator.gt, "greater than"), "below": (operator.lt, "below")}
-
 def parse_setting(raw: str, kind: Any, bounds: Mapping[str, float]) -> Any:
     """One environment value as bool (0 or 1), int, float, str or one of a Literal's choices. Raises ValueError."""
     if choices := ("0", "1") if kind is bool else get_args(kind):
@@ -204,8 +203,9 @@ def parse_setting(raw: str, kind: Any, bounds: Mapping[str, float]) -> Any:
     except ValueError:
         raise ValueError(f"must be a {'whole' if kind is int else 'finite'} number") from None
     for bound, limit in bounds.items():
-        holds, words = BOUNDS[bound]
-        if not holds(value, limit):
+        words, holds = {"least": ("at least", value >= limit), "above": ("greater than", value > limit),
+                        "most": ("at most", value <= limit), "below": ("below", value < limit)}[bound]
+        if not holds:
             raise ValueError(f"must be {words} {limit}")
     return value
 
@@ -716,7 +716,7 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
             reason = f"ATTENTION={name}" if forced else "; ".join(refused) or "first choice"
             return function, f"{name} ({reason})"
         except (ImportError, RuntimeError, AttributeError, TypeError) as error:
-            refused.append(f"{name}: {str(error).splitlines()[0]}")
+            refused.append(f"{name}: {first_line(error)}")
     raise SetupError(f"ATTENTION={hp.attention} cannot be used here: {'; '.join(refused)}; unset ATTENTION")
 
 
@@ -967,7 +967,7 @@ def choose_operations(hp: Hyperparameters, attend: AttentionFunction, device: to
             if not (error := largest_error(getattr(fused, name), getattr(plain, name), *case)) < 3e-2:
                 refused.append(f"WARNING: slow; {name} is off by {error:.1e}")
     except Exception as error:  # noqa: BLE001 - compilers fail in many ways; each means that the kernels are of no use
-        refused.append(f"WARNING: slow; {type(error).__name__}: {str(error).splitlines()[0]}")
+        refused.append(f"WARNING: slow; {type(error).__name__}: {first_line(error)}")
     if refused and hp.kernels == "1":
         raise SetupError(f"KERNELS=1 cannot be used here: {'; '.join(refused)}; unset KERNELS")
     return (plain, f"0 ({'; '.join(refused)})") if refused else (fused, "1 (equal to plain PyTorch in a probe)")
@@ -1442,7 +1442,7 @@ class Trainer:
 
     def warm_up(self) -> None:
         """Compiles and settles all on real shapes, then puts weights, optimizers and clock back to their start."""
-        before, steps = copy_weights(self.model), self.hp.warmup_steps
+        steps, before = self.hp.warmup_steps, {name: t.clone() for name, t in self.model.state_dict().items()}
         with self.on_the_clock() as data:
             for step in range(1, steps + 1):
                 self._agree(self.step(data, step - 1, 1.0), f"warm-up step {step}")
@@ -1522,9 +1522,6 @@ class Trainer:
         if step * (1 - hp.ema_decay) < 5:
             share = f"{hp.ema_decay ** step:.0%} initial weights"
             self.log(f"WARNING: EMA_DECAY={hp.ema_decay} averages {share} after only {step} steps; lower it")
-
-def copy_weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 # What may differ between the parts of a run: it does not decide what is learnt.
 FREE_SETTINGS = ("output_dir", "run_id", "resume", "checkpoint_every_seconds", "stall_seconds", "attention", "kernels",
@@ -1714,41 +1711,37 @@ class Quantized:
     damped: list[str]
     fallback: list[str]
 
-def quantize_matrices(matrices: dict[str, Tensor], hessians: dict[str, Tensor], coarseness: float,
-                      world: World) -> tuple[dict, dict[str, float]]:
-    """int6 codes and scales by name, and the damping of each that GPTQ did; the others are row-searched."""
-    mine = sorted(matrices, key=lambda name: matrices[name].shape)[world.rank::world.size]  # as many of every shape
-    factors = {n: f for n in mine if n in hessians and (f := factor_hessian(hessians[n])) is not None}
-    done = {n: quantize_int6_rows(matrices[n], coarseness) for n in mine if n not in factors}
-    for shape in {matrices[n].shape for n in factors}:
-        alike = [n for n in factors if matrices[n].shape == shape]
-        weights = [matrices[n] for n in alike]
-        done |= zip(alike, quantize_int6_gptq(weights, [factors[n] for n in alike], coarseness))
-    for name, w in matrices.items():  # sums with the other ranks' zeros hand all results to all ranks
-        empty = w.new_zeros(w.shape, dtype=torch.int8), w.new_zeros(w.shape[0], dtype=torch.float16)
-        done[name] = tuple(world.sum(part) for part in done.get(name, empty))
-    damping = np.sum(world.gather([factors[n].damping if n in factors else 0.0 for n in matrices]), axis=0)
-    return done, {name: float(value) for name, value in zip(matrices, damping) if value}
-
 @torch.no_grad()
 def quantize_state(state: Mapping[str, Tensor], hessians: dict[str, Tensor], hp: Hyperparameters,
                    coarseness: float = 1.0, world: World = World()) -> Quantized:
     """Every tensor of a state dict in its storage class, in state-dict order; results are on the CPU."""
     meta: dict[str, Any] = {name: storage_class(name, t, hp) for name, t in state.items()}
-    before = torch.get_float32_matmul_precision()
+    int6 = [name for name, kind in meta.items() if kind == "int6"]
+    mine = sorted(int6, key=lambda name: state[name].shape)[world.rank::world.size]  # as many of every shape
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # TF32 off: GPTQ's error feedback needs all 24 bits
-    matrices = {name: state[name] for name, kind in meta.items() if kind == "int6"}
-    int6, damping = quantize_matrices(matrices, hessians, coarseness, world)
-    torch.set_float32_matmul_precision(before)
+    factors = {n: f for n in mine if n in hessians and (f := factor_hessian(hessians[n])) is not None}
+    done = {n: quantize_int6_rows(state[n], coarseness) for n in mine if n not in factors}
+    for shape in {state[n].shape for n in factors}:
+        alike = [n for n in factors if state[n].shape == shape]
+        done |= zip(alike, quantize_int6_gptq([state[n] for n in alike], [factors[n] for n in alike], coarseness))
+    torch.set_float32_matmul_precision(precision)
+    rows = world.gather([factors[n].damping if n in factors else 0.0 for n in int6])
+    damping = {name: max(column) for name, *column in zip(int6, *rows) if any(column)}  # of what GPTQ did
     tensors: dict[str, Tensor] = {}
-    for name, kind in meta.items():
+    for name, t in state.items():
+        kind = meta[name]
         if kind.startswith("passthrough"):
-            tensors[name] = state[name].half() if kind == "passthrough" else state[name].float()
+            tensors[name] = t.half() if kind == "passthrough" else t.float()
             continue
-        tensors[f"{name}.q"], tensors[f"{name}.scale"] = int6.get(name) or quantize_int8_rows(state[name])
         meta[name] = {"type": kind}
-        if kind == "int6" and hp.gptq_enabled:
-            meta[name]["method"] = "gptq" if name in damping else "clip_search"
+        if kind == "int8":
+            parts = quantize_int8_rows(t)
+        else:  # the sum with the other ranks' zeros hands every result to all ranks
+            empty = t.new_zeros(t.shape, dtype=torch.int8), t.new_zeros(t.size(0), dtype=torch.float16)
+            parts = [world.sum(part) for part in done.get(name, empty)]
+            meta[name] |= {"method": "gptq" if name in damping else "clip_search"} if hp.gptq_enabled else {}
+        tensors[f"{name}.q"], tensors[f"{name}.scale"] = parts
     tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
     damped = [name for name, value in damping.items() if value > GPTQ_DAMPING[0]]
     return Quantized(tensors, meta, list(damping), damped, [name for name in hessians if name not in damping])
@@ -1865,7 +1858,7 @@ def unpack_artifact(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise TypeError("w must hold plain tensors, all names must be text")
         return tensors, meta
     except Exception as error:  # noqa: BLE001 - a damaged zip or pickle fails in many ways, which mean the same
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         raise ArtifactError(f"its content is damaged ({type(error).__name__}: {reason})") from None
 
 def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -1988,7 +1981,7 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         try:
             trainer.warm_up()
         except torch.OutOfMemoryError as error:
-            micro, reason = self.plan.micro_sequences, str(error).partition("\n")[0]
+            micro, reason = self.plan.micro_sequences, first_line(error)
             fits = [n * hp.train_seq_len for n in range(1, micro) if micro % n == 0]
             raise SetupError(f"{reason}; set MICRO_BATCH_TOKENS to one of {fits}") from None
         if self.world.device.type == "cuda":
@@ -1996,7 +1989,7 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step, with compile and warm-up")
         self.average = trainer.fit()
         steps, tokens, seconds = trainer.steps_done, trainer.steps_done * hp.train_batch_tokens, trainer.clock.seconds
-        self.raw = copy_weights(self.model)
+        self.raw = {name: t.clone() for name, t in self.model.state_dict().items()}
         self.average.copy_to_model()
         self.write_checkpoint()
         if hp.gptq_enabled:
@@ -2070,19 +2063,18 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             self.model.load_state_dict(self.raw)
             log_validation(self.log, self.hp, self.results["steps"], self.evaluator.full())
             self.average.copy_to_model()
-            self.evaluate("pre-quantization post-ema", "pre_quant", self.evaluator.full)
+            self.report("pre-quantization post-ema", "pre_quant", self.evaluator.full())
         began = time.perf_counter()
         self.load_artifact(Path(self.hp.eval_only or self.artifact))
-        final = self.evaluate("final_int6_roundtrip", "int6", self.evaluator.full)
+        final = self.report("final_int6_roundtrip", "int6", self.evaluator.full())
         if self.hp.sliding_window_enabled:
-            final = self.evaluate("final_int6_sliding_window", "sliding", self.evaluator.sliding)
+            final = self.report("final_int6_sliding_window", "sliding", self.evaluator.sliding())
         seconds = time.perf_counter() - began
         self.results |= {"val_bpb": final.val_bpb, "val_loss": final.val_loss, "eval_seconds": seconds}
         if seconds > 0.8 * EVAL_CAP_SECONDS:
             self.log(f"WARNING: evaluation took {seconds:.0f}s of the allowed {EVAL_CAP_SECONDS}s")
 
-    def evaluate(self, label: str, key: str, evaluation: Callable[[], Score]) -> Score:
-        score = evaluation()
+    def report(self, label: str, key: str, score: Score) -> Score:
         loss, bpb, seconds = score.val_loss, score.val_bpb, score.seconds
         self.log(f"{label} val_loss:{loss:.8f} val_bpb:{bpb:.8f} eval_time:{1000 * seconds:.0f}ms")
         self.log.record("evaluation", name=key, val_loss=loss, val_bpb=bpb, eval_seconds=seconds)
