@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from golf.console import add_command, print_json, print_table
-
+from golf.cli import add_command, print_json, print_table
 from research import guard, report
 from research.decide import Rule
 from research.loop import Loop, Slot
@@ -43,8 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_start(commands: Any) -> None:
-    start = add_command(commands, "start", start_command, "begin: branch research/TAG and a baseline, run twice",
-                        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    start = add_command(commands, "start", start_command, "begin: branch research/TAG and a baseline, run twice")
+    start.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     option = start.add_argument
     option("tag", help="short name, such as a date: mar5")
     option("--script", default="train_gpt.py", help="the one file that may change")

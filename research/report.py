@@ -7,9 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from golf.console import add_command, print_json, print_table
-
 from golf import cli as golf_cli
+from golf.cli import add_command, print_json, print_table
 from research.decide import spread
 from research.loop import Loop, Slot
 from research.repo import find_root

@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from golf.console import write_file
-
+from golf.cli import write_file
 from research.decide import Rule
 from research.trial import Limits
 
