@@ -15,6 +15,8 @@ SCRIPT = '''import os
 SEED = 1337
 MATRIX_LR = 0.02
 DEPTH = 8  # layers
+EPS = 2.0 ** -23
+TOKENS = 786_432
 MOMENTUM = 0.95
 TEXT = "none"
 OFF = 0.0
@@ -23,10 +25,10 @@ lower = 0.5
 
 
 class Hyperparameters:
-    embed_lr = float(os.environ.get("EMBED_LR", "0.6"))
+    embed_lr: float = setting(0.6, "rate", least=0)
     warmdown: float = setting(0.667, "share", most=1)
     beta: float = setting(0.99, "b\u00eata", least=0, below=1)
-    eval_stride = int(os.environ.get("EVAL_STRIDE", 64))
+    eval_stride: int = setting(64, "positions", above=0)
     layers: int = setting(11, "blocks", above=0)
 
 
@@ -37,20 +39,21 @@ class Model:
 
 def test_settings_and_their_ranges():
     found = find_settings(SCRIPT)
-    assert set(found) == {"MATRIX_LR", "DEPTH", "MOMENTUM", "GATE", "EMBED_LR", "WARMDOWN", "BETA", "LAYERS"}
+    assert set(found) == {"MATRIX_LR", "DEPTH", "TOKENS", "MOMENTUM", "GATE", "EMBED_LR", "WARMDOWN", "BETA", "LAYERS"}
     ranges = {name: (setting.low, setting.high) for name, setting in found.items()}
     assert ranges["MATRIX_LR"] == (0.01, 0.04) and ranges["DEPTH"] == (4, 16) and ranges["EMBED_LR"] == (0.3, 1.2)
     assert ranges["MOMENTUM"] == pytest.approx((0.85, 0.98333), abs=1e-4) and ranges["GATE"] == (0.1, 0.9)
-    assert ranges["BETA"] == pytest.approx((0.97, 0.996667), abs=1e-5) and ranges["WARMDOWN"][1] < 1
+    assert ranges["BETA"] == pytest.approx((0.97, 0.996667), abs=1e-5) and ranges["WARMDOWN"][1] == 1
     assert found["DEPTH"].whole and not found["GATE"].whole
 
 
 def test_rewrite_changes_only_the_numbers():
     found = find_settings(SCRIPT)
-    text = rewrite(SCRIPT, found, {"MATRIX_LR": 0.0312345, "EMBED_LR": 0.71, "BETA": 0.98, "LAYERS": 12})
+    values = {"MATRIX_LR": 0.0312345, "EMBED_LR": 0.71, "BETA": 0.98, "LAYERS": 12, "TOKENS": 524288}
+    text = rewrite(SCRIPT, found, values)
     changed = [(a, b) for a, b in zip(SCRIPT.splitlines(), text.splitlines(), strict=True) if a != b]
     assert [b for _, b in changed] == [
-        "MATRIX_LR = 0.03123", '    embed_lr = float(os.environ.get("EMBED_LR", "0.71"))',
+        "MATRIX_LR = 0.03123", "TOKENS = 524288", '    embed_lr: float = setting(0.71, "rate", least=0)',
         '    beta: float = setting(0.98, "b\u00eata", least=0, below=1)',
         '    layers: int = setting(12, "blocks", above=0)']
 
@@ -72,17 +75,19 @@ def test_the_real_script_has_settings_and_a_frozen_metric():
     assert "byte_tables" in guard.script_problem(source, again, guard.FROZEN)
 
 
-def test_data_fingerprints(tmp_path):
+def test_data_fingerprints(tmp_path, monkeypatch):
+    monkeypatch.delenv("DATA_DIR", raising=False)
     (tmp_path / "data").mkdir()
     for name in ("fineweb_val_0.bin", "fineweb_train_0.bin", "x.model", "notes.txt"):
         (tmp_path / "data" / name).write_bytes(name.encode())
-    old = guard.fingerprint_data(tmp_path, {})
+    old = guard.fingerprint_data(tmp_path)
     assert set(old) == {"data/fineweb_val_0.bin", "data/fineweb_train_0.bin", "data/x.model"}
     (tmp_path / "data/notes.txt").write_bytes(b"other")
-    assert guard.data_problem(old, guard.fingerprint_data(tmp_path, {})) is None
+    assert guard.data_problem(old, tmp_path) is None
     (tmp_path / "data/fineweb_val_0.bin").write_bytes(b"w")
-    assert "fineweb_val_0.bin" in guard.data_problem(old, guard.fingerprint_data(tmp_path, {}))
-    assert guard.fingerprint_data(tmp_path, {"DATA_DIR": "elsewhere"}) == {}
+    assert "fineweb_val_0.bin" in guard.data_problem(old, tmp_path)
+    monkeypatch.setenv("DATA_DIR", "elsewhere")
+    assert guard.fingerprint_data(tmp_path) == {}
 
 
 def test_optuna_absent_is_said_in_one_line(session, capsys, monkeypatch):
