@@ -87,8 +87,9 @@ def one_kill(folder: Path, rng: random.Random) -> str:
 
 def problems(folder: Path, before: list[str]) -> list[str]:
     """What is wrong after recovery; `before` are the lines of results.tsv before the kill."""
+    time.sleep(0.1)  # a child that the killed loop was just starting may still hold its lock
     with locked(folder):
-        loop = Loop(folder, lambda text: None)
+        loop = Loop(folder)
         loop.recover()
     lines, rows, tried = whole_lines(folder / "results.tsv"), loop.rows(), loop.repo.tried()
     found = []
@@ -107,7 +108,7 @@ def problems(folder: Path, before: list[str]) -> list[str]:
     found += [f"{name} changed" for name, text in USER_FILES.items() if (folder / name).read_text() != text]
     # A lock in the entry of one of the loop's own worktrees goes with it: each run makes its worktree anew.
     found += [f"lock left: {path}" for path in (folder / ".git").rglob("*.lock") if "worktrees" not in path.parts]
-    found += [f"process {pid} left" for pid in marked(str(folder / ".research"))]
+    found += [f"process {pid} left" for pid in marked(folder / ".research")]
     return found
 
 

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import re
@@ -10,7 +9,6 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 from golf import cli as golf_cli
 from golf.cli import add_command, print_json, print_table
 from research import guard, report
-from research.loop import Loop
+from research.loop import Loop, opened
 from research.propose import Agent, NoProposal, OptunaSearch
 from research.repo import changed_files, exclude_own_files, find_root, git, untracked_data
 from research.store import FOLDER, RESULTS, SHORT, Row, State, load_state, locked, one_line, save_state
@@ -39,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     history = add_command(commands, "history", report.history_command, "all experiments with their verdicts' reasons")
     history.add_argument("--last", type=int, default=0, metavar="N", help="only the last N")
     add_command(commands, "report", report.report_command, "what was gained, the keep rate, and progress.png")
-    promote = add_command(commands, "promote", promote_command, "make a checked record folder of the kept script")
+    promote = add_command(commands, "promote", report.promote_command, "make a checked record of the kept script")
     for name in ("track", "name"):
         promote.add_argument(name, help="as in `golf new`")
     for name in ("author", "github-id", "blurb"):
@@ -61,7 +59,6 @@ def add_start(commands: Any) -> None:
            "(default %(default)g)")
     option("--limit", type=float, help="seconds in all, after which a run is ended (default: twice the budget)")
     option("--cap-bytes", type=int, default=State.cap_bytes, help="total_bytes at most (default %(default)s)")
-    option("--frozen", default=guard.FROZEN, help="regular expression: definitions that may not change")
     option("--link", action="append", default=[], metavar="PATH", help="untracked path, besides data, that runs need")
 
 def add_auto(commands: Any) -> None:
@@ -89,19 +86,6 @@ def main(arguments: list[str] | None = None) -> int:
         print("interrupted: what ran is recorded, the tree is that of the kept script", file=sys.stderr)
         return 130
 
-@contextlib.contextmanager
-def opened(root: Path) -> Iterator[Loop]:
-    """The session, put in order after a kill and after an interrupt."""
-    with locked(root):
-        loop = Loop(root)
-        loop.recover()
-        try:
-            yield loop
-        except (KeyboardInterrupt, Stopped):
-            loop.stop.set()
-            loop.recover()
-            raise
-
 def show_row(row: Row, as_json: bool) -> int:
     if as_json:
         print_json(vars(row))
@@ -110,7 +94,7 @@ def show_row(row: Row, as_json: bool) -> int:
                     [(row.commit, f"{row.val_bpb:.6f}", f"{row.gain:+.6f}", row.status, row.reason)])
     return 0 if row.status in ("keep", "discard") else 1
 
-# -- start, run, promote -----------------------------------------------------------------------------------------------
+# -- start and run -----------------------------------------------------------------------------------------------------
 
 def start_command(args: argparse.Namespace) -> int:
     root = find_root()
@@ -135,8 +119,7 @@ def begin(root: Path, args: argparse.Namespace) -> None:
         raise ValueError(f"branch {state.branch} or its experiments exist; choose another tag")
     if changed := changed_files(root):
         raise ValueError(f"the tree is not clean ({', '.join(changed[:3])}); commit or stash first")
-    if not git(root, "ls-files", "--", state.script):
-        raise ValueError(f"{state.script} is not tracked; git add and commit it first")
+    git(root, "ls-files", "--error-unmatch", "--", state.script)
     (root / FOLDER / "runs.jsonl").unlink(missing_ok=True)
     save_state(root, state)
     git(root, "checkout", "--quiet", "-B", state.branch)
@@ -153,15 +136,11 @@ def make_state(root: Path, args: argparse.Namespace) -> State:
     data = os.environ.get("DATA_DIR", "data")
     if os.path.normpath(data).startswith(".."):
         raise ValueError(f"DATA_DIR={data} leaves the repository, and runs happen in worktrees; give an absolute path")
-    try:
-        guard.frozen_parts((root / args.script).read_bytes(), args.frozen)
-    except (SyntaxError, re.error) as error:
-        raise ValueError(f"{args.script} or --frozen cannot be read: {error}") from None
     command = shlex.split(args.command) or [sys.executable, args.script]
     if "/" in command[0] and (root / command[0]).exists():
         command[0] = str(root / command[0])  # the worktrees have no .venv
     links = [] if Path(data).is_absolute() else untracked_data(root, data)
-    return State(args.tag, args.script, command, args.budget, limit, args.cap_bytes, args.frozen, links + args.link,
+    return State(args.tag, args.script, command, args.budget, limit, args.cap_bytes, links + args.link,
                  guard.fingerprint_data(root))
 
 def run_command(args: argparse.Namespace) -> int:
@@ -172,18 +151,14 @@ def run_command(args: argparse.Namespace) -> int:
         repo, base = loop.repo, loop.repo.tip()
         if not repo.is_checked_out():
             raise ValueError(f"the tree is not on {repo.branch}; git checkout {repo.branch}")
-        if repo.tree_blob() in (None, repo.blob(base)):
+        source = repo.tree_source()
+        if source in (None, repo.source(base)):
             raise ValueError(f"{repo.script} is as it was kept last; change it, then run")
-        source = (root / repo.script).read_bytes()
         if same := repo.same_script(source):
             raise ValueError(f"this script was tried as {same[:SHORT]} (python -m research history); change it")
         changed = changed_files(root)
         loop.baseline(args.gpu)
         return show_row(loop.experiment(args.gpu, base, source, description, changed), args.json)
-
-def promote_command(args: argparse.Namespace) -> int:
-    with opened(find_root()) as loop:
-        return report.promote(loop, args)
 
 # -- auto --------------------------------------------------------------------------------------------------------------
 
@@ -197,12 +172,13 @@ class Drive:
     began: float = field(default_factory=time.monotonic)
     proposals: int = 0
     failures: int = 0
+    ended: str = ""
 
     def work(self, gpu: str | None) -> None:
         try:
             with self.loop.mutex:  # one thread measures the baseline, the others find it
                 self.loop.baseline(gpu)
-            while self.another() and not self.loop.stop.is_set():
+            while self.another():
                 self.once(gpu)
         except BaseException:
             self.loop.stop.set()
@@ -211,18 +187,15 @@ class Drive:
     def another(self) -> bool:
         """Counts a proposal, unless a limit is reached."""
         with self.loop.mutex:
-            reached = self.limit_reached()
-            self.proposals += not reached
-            return not reached
-
-    def limit_reached(self) -> str:
-        rows, args = self.loop.rows(), self.args
-        kept = [row.val_bpb for row in rows if row.status == "keep"]
-        limits = {f"{args.iterations} iterations": self.proposals >= args.iterations,
-                  f"{args.hours:g} hours": time.monotonic() - self.began > 3600 * args.hours,
-                  f"the target of {args.target:g}": bool(kept) and kept[-1] <= args.target,
-                  f"{args.plateau} experiments without a keep": report.idle(rows) >= args.plateau}
-        return next((name for name, reached in limits.items() if reached), "")
+            rows, args = self.loop.rows(), self.args
+            kept = [row.val_bpb for row in rows if row.status == "keep"]
+            limits = {f"{args.iterations} iterations": self.proposals >= args.iterations,
+                      f"{args.hours:g} hours": time.monotonic() - self.began > 3600 * args.hours,
+                      f"the target of {args.target:g}": bool(kept) and kept[-1] <= args.target,
+                      f"{args.plateau} experiments without a keep": report.idle(rows) >= args.plateau}
+            self.ended = self.ended or next((name for name, reached in limits.items() if reached), "")
+            self.proposals += 1
+            return not (self.ended or self.loop.stop.is_set())
 
     def once(self, gpu: str | None) -> None:
         base = self.loop.repo.tip()
@@ -256,5 +229,5 @@ def auto_command(args: argparse.Namespace) -> int:
         errors = [error for future in futures if (error := future.exception())]
         for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):  # its cause before who was stopped
             raise error
-        loop.say(f"ended after {drive.limit_reached()}")
+        loop.say(f"ended after {drive.ended}")
         return report.show(loop, args.json)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
 
 K = 2.0  # standard errors that a gain must exceed at the last look
 MOST_RUNS, MOST_INCUMBENT_RUNS = 5, 12
@@ -21,7 +20,7 @@ EQUAL_RUNS = 3  # after as many runs
 
 @dataclass(frozen=True)
 class Verdict:
-    action: Literal["keep", "discard", "run candidate", "run incumbent"]
+    action: str  # keep, discard, run candidate or run incumbent; elsewhere also the status of a failure
     gain: float  # incumbent's mean minus the candidate's: positive is better
     reason: str
 

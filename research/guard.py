@@ -14,7 +14,8 @@ from importlib import metadata
 from pathlib import Path
 
 # Names of definitions that compute, count, time or print the score.
-FROZEN = "(?i)eval|valid|bpb|score|byte_?table|tokenizer|sliding|pad_win|sidecar|summar|size_cap|manifest|watch|clock"
+FROZEN = re.compile("(?i)eval|valid|bpb|score|byte_?table|tokenizer|sliding|pad_win|sidecar|summar|size_cap|manifest|"
+                    "watch|clock")
 READ_WHOLE = (".model", ".vocab", ".json")
 
 def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -29,11 +30,11 @@ def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:
             for target in item.targets if isinstance(item, ast.Assign) else [item.target]:
                 yield ast.unparse(target), ast.unparse(item)
 
-def frozen_parts(source: bytes, pattern: str) -> dict[str, str]:
-    """Text of the definitions whose last name matches, by name. Raises SyntaxError."""
+def frozen_parts(source: bytes) -> dict[str, str]:
+    """Text of the definitions whose last name matches FROZEN, by name. Raises SyntaxError."""
     found: dict[str, str] = {}
     for name, text in definitions(ast.parse(source)):
-        if re.search(pattern, name.rsplit(".", 1)[-1]):
+        if FROZEN.search(name.rsplit(".", 1)[-1]):
             found[name] = found.get(name, "") + text  # defined twice: both count
     return found
 
@@ -41,9 +42,9 @@ def differing(old: dict[str, str], new: dict[str, str]) -> str:
     """The first names whose values differ, with commas; empty when none does."""
     return ", ".join(sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))[:5])
 
-def script_problem(base: bytes, source: bytes, pattern: str) -> str | None:
+def script_problem(base: bytes, source: bytes) -> str | None:
     """Why a changed script is invalid; None when it may run. Raises SyntaxError for a script that cannot run."""
-    names = differing(frozen_parts(base, pattern), frozen_parts(source, pattern))
+    names = differing(frozen_parts(base), frozen_parts(source))
     return f"changes the metric: {names}" if names else None
 
 def fingerprint_data(root: Path) -> dict[str, str]:

@@ -6,10 +6,12 @@ commit whose row may lack its git step; `recover` finishes both.
 """
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from threading import Event, RLock
@@ -24,34 +26,35 @@ from research.store import (
     RESULTS,
     SHORT,
     Row,
-    append_record,
+    append_line,
     append_row,
     load_state,
-    read_records,
+    locked,
     read_rows,
+    whole_lines,
 )
-from research.trial import Outcome, end_processes, judge, read_text, run_process, tail
+from research.trial import Outcome, Stopped, end_processes, judge, read_text, run_process, tail
 
 KEPT_FILE_BYTES = 2**20  # larger outputs, such as weights, are deleted: a night of them would fill a disk
 ATTEMPTS = 3  # runs of a commit that already ran well and now fails
 BASELINE_RUNS = 2
 FIRST_SEED = 1337
 
-def tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
 class Loop:
     """One session. Its methods may be called from several threads, each with the number of its GPU (None: whatever the
     script finds); one at a time writes."""
 
-    def __init__(self, root: Path, say: Callable[[str], None] = tell) -> None:
-        self.root, self.state, self.say = root, load_state(root), say
+    def __init__(self, root: Path) -> None:
+        self.root, self.state = root, load_state(root)
         self.repo = Repo(root, self.state)
         self.folder, self.results = root / FOLDER, root / RESULTS
-        self.records = read_records(self.folder / "runs.jsonl")
+        self.records = [json.loads(line) for line in whole_lines(self.folder / "runs.jsonl")]
         # No seed runs twice: one that suits a script or harms all would else decide the night.
         self.seeds = itertools.count(max((r["seed"] for r in self.records), default=FIRST_SEED - 1) + 1)
         self.mutex, self.stop = RLock(), Event()
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
@@ -85,7 +88,7 @@ class Loop:
     def run_once(self, commit: str, gpu: str | None) -> Outcome:
         """One run of a commit, recorded. Raises Stopped."""
         with self.mutex:
-            tree, seed = self.worktree(commit, gpu), next(self.seeds)
+            tree, seed = self.repo.worktree(gpu, commit), next(self.seeds)
         output = self.output_folder(commit, seed)
         environment = {**os.environ, "MAX_WALLCLOCK_SECONDS": f"{self.state.budget:g}", "SEED": str(seed),
                        "OUTPUT_DIR": str(output), **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
@@ -96,14 +99,11 @@ class Loop:
             delete_weights(output)
         record = {"commit": commit, "seed": seed, "hardware": guard.hardware(gpu), **vars(outcome)}
         with self.mutex:
-            append_record(self.folder / "runs.jsonl", record)
+            append_line(self.folder / "runs.jsonl", json.dumps(record))
             self.records.append(record)
         said = f"{outcome.val_bpb:.6f} bpb" if outcome.status == "ok" else f"{outcome.status}, {outcome.reason}"
         self.say(f"  {commit[:SHORT]} seed {seed}: {said}")
         return outcome
-
-    def worktree(self, commit: str, gpu: str | None) -> Path:
-        return self.repo.worktree(gpu or "0", commit)
 
     def output_folder(self, commit: str, seed: int) -> Path:
         return self.folder / "runs" / commit[:SHORT] / str(seed)
@@ -114,8 +114,8 @@ class Loop:
         log = max(logs, key=lambda path: path.stat().st_mtime, default=None)
         return f"{log}:\n{tail(log)}" if log else ""
 
-    def measure(self, commit: str, gpu: str | None) -> Verdict | Outcome:
-        """Runs candidate and incumbent until the rule decides, or the candidate fails: then its outcome."""
+    def measure(self, commit: str, gpu: str | None) -> Verdict:
+        """Runs candidate and incumbent until the rule decides or the candidate fails."""
         failures, outcome = 0, self.run_once(commit, gpu)
         while outcome.status == "ok":
             verdict = self.verdict(commit, guard.hardware(gpu))
@@ -128,7 +128,7 @@ class Loop:
                     raise ValueError(f"the kept script now fails ({again.reason}); look at machine and data")
             else:
                 return verdict
-        return outcome
+        return Verdict(outcome.status, 0.0, outcome.reason)
 
     def baseline(self, gpu: str | None) -> None:
         """Runs of the tip on this hardware, until its noise can be known. Raises ValueError when one fails."""
@@ -143,81 +143,75 @@ class Loop:
         if (tip, hardware) not in [(commit, row.hardware) for commit, row in self.kept()]:
             same = "; all runs are equal: does the script read SEED?" if len(set(scores)) == 1 else ""
             reason = f"baseline, {len(scores)} runs, noise {pooled_noise([scores])[0]:.6f}{same}"
-            append_row(self.results, self.make_row(tip, hardware, "keep", "baseline", 0.0, reason))
+            append_row(self.results, self.make_row(tip, hardware, "baseline", Verdict("keep", 0.0, reason)))
             self.say(f"  {reason}")
 
     # -- one experiment ------------------------------------------------------------------------------------------------
 
     def experiment(self, gpu: str | None, base: str, source: bytes, description: str,
                    changed: Sequence[str] = ()) -> Row:
-        """Tries a script on top of `base`; `changed` are the files that differ from it where the script was edited."""
+        """Tries a script on top of `base`; `changed` are the files that differ from it where the script was edited.
+
+        A gain over a commit that is no longer the tip, because another thread kept something, is tried again on it."""
         with self.mutex:
             number = max(self.repo.tried(), default=0) + 1
-            commit = self.repo.commit(gpu or "0", base, source, f"{description}\n\nExperiment: {number}\n")
+            commit = self.repo.commit(gpu, base, source, f"{description}\n\nExperiment: {number}\n")
             self.repo.remember(number, commit)
         self.say(f"{commit[:SHORT]} {description}")
-        result = self.problem(commit, changed) or self.measure(commit, gpu)
+        verdict = self.problem(commit, changed) or self.measure(commit, gpu)
         if problem := guard.data_problem(self.state.data, self.root):
-            result = Outcome("invalid", f"{problem}; restore it, or start a new session")
-        if isinstance(result, Outcome):
-            return self.finish(commit, gpu, result.status, 0.0, result.reason)
-        return self.conclude(commit, gpu, result)
+            verdict = Verdict("invalid", 0.0, f"{problem}; restore it, or start a new session")
+        with self.mutex:
+            tip = self.repo.tip()
+            if verdict.action != "keep" or tip == base:
+                return self.finish(commit, gpu, verdict)
+            moved = self.repo.moved(gpu, tip, commit)
+            fate = "conflicts with a newer keep" if moved is None else "tried again on a newer keep"
+            row = self.finish(commit, gpu, Verdict("discard", verdict.gain, f"{fate}: {verdict.reason}"))
+        if moved in (None, self.repo.source(tip)):
+            return row
+        return self.experiment(gpu, tip, moved, f"{description} (on a newer keep)")
 
-    def problem(self, commit: str, changed: Sequence[str]) -> Outcome | None:
+    def problem(self, commit: str, changed: Sequence[str]) -> Verdict | None:
         """What forbids a run, found without one."""
         others = [name for name in changed
                   if name != self.state.script and name.endswith((".py", ".model", ".vocab", ".bin"))]
         if others:
-            return Outcome("invalid", f"only {self.state.script} may change, not {', '.join(others[:3])}")
-        if problem := guard.data_problem(self.state.data, self.root):
-            return Outcome("invalid", problem)
+            return Verdict("invalid", 0.0, f"only {self.state.script} may change, not {', '.join(others[:3])}")
+        base, source = (self.repo.source(name) for name in (f"{commit}^", commit))
         try:
-            base, source = (self.repo.source(name) for name in (f"{commit}^", commit))
-            problem = guard.script_problem(base, source, self.state.frozen)
+            problem = guard.data_problem(self.state.data, self.root) or guard.script_problem(base, source)
         except (SyntaxError, ValueError) as error:
-            return Outcome("crash", f"no Python: {error}")
-        return Outcome("invalid", problem) if problem else None
+            return Verdict("crash", 0.0, f"no Python: {error}")
+        return Verdict("invalid", 0.0, problem) if problem else None
 
-    def conclude(self, commit: str, gpu: str | None, verdict: Verdict) -> Row:
-        """Records a decided experiment. A gain over a commit that is no longer the tip, because another thread kept
-        something meanwhile, is tried again on the tip."""
-        with self.mutex:
-            tip, base = self.repo.tip(), self.repo.parent(commit)
-            if verdict.action == "discard" or tip == base:
-                return self.finish(commit, gpu, verdict.action, verdict.gain, verdict.reason)
-            merged = self.repo.merged(tip, base, commit)
-            fate = "conflicts with a newer keep" if merged is None else "tried again on a newer keep"
-            row = self.finish(commit, gpu, "discard", verdict.gain, f"{fate}: {verdict.reason}")
-        if merged is None or merged == self.repo.source(tip):
-            return row
-        return self.experiment(gpu, tip, merged, f"{row.description} (on a newer keep)")
-
-    def finish(self, commit: str, gpu: str | None, status: str, gain: float, reason: str) -> Row:
+    def finish(self, commit: str, gpu: str | None, verdict: Verdict) -> Row:
         """Row first, synced; then branch and tree."""
         with self.mutex:
             description = self.repo.git("log", "-1", "--format=%s", commit)
-            row = self.make_row(commit, guard.hardware(gpu), status, description, gain, reason)
+            row = self.make_row(commit, guard.hardware(gpu), description, verdict)
             write_file(self.folder / "settling", commit)
             append_row(self.results, row)
-            remark = self.repo.settle(commit, status == "keep")
+            remark = self.repo.settle(commit, row.status == "keep")
             (self.folder / "settling").unlink()
-        self.say(f"  {status}: {reason}" + (f" ({remark})" if remark else ""))
+        self.say(f"  {row.status}: {row.reason}{remark}")
         return row
 
-    def make_row(self, commit: str, hardware: str, status: str, description: str, gain: float, reason: str) -> Row:
+    def make_row(self, commit: str, hardware: str, description: str, verdict: Verdict) -> Row:
         runs = self.runs(commit, hardware)
         good = [r for r in runs if r["status"] == "ok"]
 
         def mean(name: str) -> float:
             return fmean(r[name] for r in good) if good else 0.0
         most = {name: max((r[name] for r in runs), default=0) for name in ("memory_mib", "bytes")}
-        return Row(commit[:SHORT], mean("val_bpb") if status in ("keep", "discard") else 0.0,
-                   round(most["memory_mib"] / 1024, 1), status, description, round(mean("seconds"), 1),
-                   round(mean("steps")), most["bytes"], hardware, ",".join(str(r["seed"]) for r in runs), gain, reason)
+        return Row(commit[:SHORT], mean("val_bpb") if verdict.action in ("keep", "discard") else 0.0,
+                   round(most["memory_mib"] / 1024, 1), verdict.action, description, round(mean("seconds"), 1),
+                   round(mean("steps")), most["bytes"], hardware, ",".join(str(r["seed"]) for r in runs), verdict.gain,
+                   verdict.reason)
 
     def recover(self) -> None:
         """Finishes what a kill or interrupt left: processes, locks, a missing git step, half-done experiments."""
-        end_processes(str(self.folder))
+        end_processes(self.folder)
         settling, rows = self.folder / "settling", {row.commit: row for row in self.rows()}
         self.repo.clear_locks(settling.stat().st_mtime if settling.exists() else None)
         if settling.exists():
@@ -228,7 +222,20 @@ class Loop:
         for commit in self.repo.tried().values():
             if commit[:SHORT] not in rows and commit != self.repo.tip():
                 self.say(f"found half done: {commit[:SHORT]}")
-                self.finish(commit, None, "crash", 0.0, "interrupted")
+                self.finish(commit, None, Verdict("crash", 0.0, "interrupted"))
+
+@contextlib.contextmanager
+def opened(root: Path) -> Iterator[Loop]:
+    """The session, put in order after a kill and after an interrupt."""
+    with locked(root):
+        loop = Loop(root)
+        loop.recover()
+        try:
+            yield loop
+        except (KeyboardInterrupt, Stopped):
+            loop.stop.set()
+            loop.recover()
+            raise
 
 def delete_weights(output: Path) -> None:
     for path in output.glob("**/*"):

@@ -49,7 +49,7 @@ class Agent:
         folder.mkdir(parents=True)
         prompt, log = folder / "prompt.md", folder / "log.txt"
         with self.loop.mutex:
-            tree = self.loop.worktree(base, gpu)
+            tree = self.loop.repo.worktree(gpu, base)
             prompt.write_text(self.prompt(), encoding="utf-8")
         command = [word.replace("{prompt}", str(prompt)) for word in self.command]
         code = run_process(command, tree, os.environ, log, self.seconds, self.loop.stop, prompt)
@@ -96,10 +96,6 @@ class Setting:
     low: float
     high: float
     whole: bool
-
-    @property
-    def log(self) -> bool:
-        return self.low > 0 and self.high / self.low > 1.5
 
 NUMBER = r"([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
 ASSIGNED = re.compile(rf"(?mi)^[ \t]*(\w+)(?:: *\w+)? *= *(setting\( *)?{NUMBER}(?= *(?:[,)#]|$))(.*)$")
@@ -176,17 +172,9 @@ class OptunaSearch:
             source = self.loop.repo.source(base).decode("utf-8")
             settings, trial = self.settings(source), self.study.ask()
             chosen = random.sample(sorted(settings), min(CHANGED_TOGETHER, len(settings)))
-            values = {name: self.suggest(trial, name, settings[name]) for name in chosen}
+            values = {name: suggest(trial, name, settings[name]) for name in chosen}
         said = ", ".join(f"{name} {settings[name].value:g} -> {value:.4g}" for name, value in values.items())
         return Proposal(rewrite(source, settings, values).encode(), said, learn=lambda row: self.learn(trial, row))
-
-    def suggest(self, trial: Any, name: str, setting: Setting) -> float:
-        """A value from the range that the first script declared: Optuna wants the same range in every trial."""
-        low, high, log = self.study.user_attrs.get(f"range {name}") or (setting.low, setting.high, setting.log)
-        self.study.set_user_attr(f"range {name}", [low, high, log])
-        if setting.whole:
-            return trial.suggest_int(name, int(low), int(high), log=log)
-        return trial.suggest_float(name, low, high, log=log)
 
     def learn(self, trial: Any, row: Row) -> None:
         with self.loop.mutex:
@@ -194,3 +182,9 @@ class OptunaSearch:
                 self.study.tell(trial, -row.gain)
             else:
                 self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
+
+def suggest(trial: Any, name: str, setting: Setting) -> float:
+    log = setting.low > 0
+    if setting.whole:
+        return trial.suggest_int(name, int(setting.low), int(setting.high), log=log)
+    return trial.suggest_float(name, setting.low, setting.high, log=log)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from research.store import FOLDER, RESULTS, State
@@ -59,9 +58,6 @@ class Repo:
     def parent(self, commit: str) -> str:
         return self.git("rev-parse", f"{commit}^")
 
-    def blob(self, commit: str) -> str:
-        return self.git("rev-parse", f"{commit}:{self.script}")
-
     def source(self, commit: str) -> bytes:
         return subprocess.run(["git", "cat-file", "blob", f"{commit}:{self.script}"], cwd=self.root,
                               capture_output=True, check=True).stdout
@@ -81,20 +77,11 @@ class Repo:
         wanted = self.git("hash-object", "--stdin", data=source)
         return tried[blobs.index(wanted)] if wanted in blobs else None
 
-    def merged(self, ours: str, base: str, theirs: str) -> bytes | None:
-        """The script with the changes from `base` to `theirs` made in `ours` too; None when they conflict."""
-        with tempfile.TemporaryDirectory(dir=self.root / FOLDER) as folder:
-            paths = [Path(folder) / name for name in ("ours", "base", "theirs")]
-            for path, commit in zip(paths, (ours, base, theirs)):
-                path.write_bytes(self.source(commit))
-            done = subprocess.run(["git", "merge-file", "-p", *map(str, paths)], capture_output=True, check=False)
-        return done.stdout if done.returncode == 0 else None
-
     # -- worktrees -----------------------------------------------------------------------------------------------------
 
-    def worktree(self, name: str, commit: str) -> Path:
-        """A new checkout of `commit` in `.research/work/`, with links to untracked data of the user's tree."""
-        path = self.root / FOLDER / "work" / name
+    def worktree(self, gpu: str | None, commit: str) -> Path:
+        """A new checkout of `commit`, one per GPU, with links to untracked data of the user's tree."""
+        path = self.root / FOLDER / "work" / (gpu or "0")
         shutil.rmtree(path, ignore_errors=True)
         # Twice --force: the entry of the old one is still there, and locked when its making was killed.
         self.git("worktree", "add", "--quiet", "--force", "--force", "--detach", str(path), commit)
@@ -105,21 +92,30 @@ class Repo:
                 target.symlink_to(self.root / link)
         return path
 
-    def commit(self, name: str, base: str, source: bytes, message: str) -> str:
+    def commit(self, gpu: str | None, base: str, source: bytes, message: str) -> str:
         """A commit on `base` with another script, made in a worktree: no branch or file of the user changes."""
-        tree = self.worktree(name, base)
+        tree = self.worktree(gpu, base)
         (tree / self.script).write_bytes(source)
         git(tree, "commit", "--quiet", "--allow-empty", "-m", message, "--", self.script)
         return git(tree, "rev-parse", "HEAD")
+
+    def moved(self, gpu: str | None, tip: str, commit: str) -> bytes | None:
+        """The script of `tip` with the change of `commit` made in it too; None when they conflict."""
+        tree = self.worktree(gpu, tip)
+        try:
+            git(tree, "cherry-pick", "--no-commit", commit)
+        except ValueError:
+            return None
+        return (tree / self.script).read_bytes()
 
     # -- the user's tree -----------------------------------------------------------------------------------------------
 
     def is_checked_out(self) -> bool:
         return self.git("rev-parse", "--symbolic-full-name", "HEAD") == f"refs/heads/{self.branch}"
 
-    def tree_blob(self) -> str | None:
+    def tree_source(self) -> bytes | None:
         path = self.root / self.script
-        return self.git("hash-object", "--stdin", data=path.read_bytes()) if path.is_file() else None
+        return path.read_bytes() if path.is_file() else None
 
     def settle(self, commit: str, kept: bool) -> str:
         """Advances the branch when `kept`, and lets the tree's script follow the branch. Repeating it is harmless.
@@ -132,11 +128,11 @@ class Repo:
         if not self.is_checked_out():
             return ""
         tip = self.tip()
-        if self.tree_blob() in (None, self.blob(base), self.blob(commit), self.blob(tip)):
+        if self.tree_source() in (None, *map(self.source, (base, commit, tip))):
             self.git("checkout", "--quiet", tip, "--", self.script)
             return ""
         self.git("reset", "--quiet", tip, "--", self.script)
-        return f"{self.script} was edited meanwhile and is left as it is"
+        return f" ({self.script} was edited meanwhile and is left as it is)"
 
     def clear_locks(self, settling_since: float | None) -> None:
         """Removes lock files that this loop's git left behind when it was killed; those of the user's index and HEAD

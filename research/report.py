@@ -11,7 +11,7 @@ from typing import Any
 from golf import cli as golf_cli
 from golf.cli import print_json, print_table
 from research.decide import pooled_noise
-from research.loop import Loop
+from research.loop import Loop, opened
 from research.repo import find_root
 from research.store import STATUSES, Row
 
@@ -24,12 +24,10 @@ def history_command(args: argparse.Namespace) -> int:
         print_json([vars(row) for row in rows])
     else:
         print_table(f"{len(rows)} experiments",
-                    ("commit", "val_bpb", "gain", "status", "runs", "description", "reason"),
+                    ("commit", "val_bpb", "gain", "status", "seeds", "description", "reason"),
                     [(row.commit, f"{row.val_bpb:.6f}" if row.val_bpb else None, f"{row.gain:+.6f}", row.status,
-                      row.runs, row.description, row.reason) for row in rows])
+                      row.seeds, row.description, row.reason) for row in rows])
     return 0
-
-# -- report ------------------------------------------------------------------------------------------------------------
 
 def report_command(args: argparse.Namespace) -> int:
     return show(Loop(find_root()), args.json)
@@ -51,14 +49,15 @@ def show(loop: Loop, as_json: bool) -> int:
 def summarize(rows: list[Row]) -> dict[str, Any]:
     """What the rows say; None where there is nothing to say."""
     kept = [row for row in rows if row.status == "keep"]
-    gains = sorted((row for row in kept if not row.is_baseline), key=lambda row: -row.gain)
-    counts = Counter(row.status for row in rows if not row.is_baseline)
+    changes = [row for row in rows if not row.reason.startswith("baseline")]
+    gains = sorted((row for row in changes if row.status == "keep"), key=lambda row: -row.gain)
+    counts = Counter(row.status for row in changes)
     decided = counts["keep"] + counts["discard"]
     return {"experiments": counts.total(), "counts": {name: counts[name] for name in STATUSES},
             "keep_rate": counts["keep"] / decided if decided else None,
             "baseline_bpb": kept[0].val_bpb if kept else None, "best_bpb": kept[-1].val_bpb if kept else None,
-            "best_commit": kept[-1].commit if kept else None, "gained_bpb": sum(row.gain for row in gains),
-            "since_last_keep": idle(rows), "seconds_of_training": sum(row.seconds * row.runs for row in rows),
+            "best_commit": kept[-1].commit if kept else None, "since_last_keep": idle(rows),
+            "seconds_of_training": sum(row.seconds * (row.seeds.count(",") + 1) for row in rows),
             "hardware": "; ".join(sorted({row.hardware for row in rows if row.hardware})),
             "top": [{name: getattr(row, name) for name in ("commit", "gain", "description")}
                     for row in gains[:TOP_GAINS]]}
@@ -105,18 +104,17 @@ def plot(rows: list[Row], root: Path) -> str | None:
     pyplot.close(figure)
     return str(root / "progress.png")
 
-# -- promote -----------------------------------------------------------------------------------------------------------
-
-def promote(loop: Loop, args: argparse.Namespace) -> int:
+def promote_command(args: argparse.Namespace) -> int:
     """Runs the kept script until it has enough seeds, then `golf new`, which checks the folder."""
-    tip = loop.repo.tip()
-    loop.baseline(args.gpu)
-    while len(logs := script_logs(loop, tip)) < args.seeds:
-        outcome = loop.run_once(tip, args.gpu)
-        if outcome.status != "ok":
-            raise ValueError(f"the kept script ends with {outcome.status} ({outcome.reason}); see {loop.tail(tip)}")
-        if len(script_logs(loop, tip)) == len(logs):
-            raise ValueError(f"{loop.state.script} wrote no OUTPUT_DIR/logs/*.txt, which a record needs")
+    with opened(find_root()) as loop:
+        tip = loop.repo.tip()
+        loop.baseline(args.gpu)
+        while len(logs := script_logs(loop, tip)) < args.seeds:
+            outcome = loop.run_once(tip, args.gpu)
+            if outcome.status != "ok":
+                raise ValueError(f"the kept script ends with {outcome.status} ({outcome.reason}); see {loop.tail(tip)}")
+            if len(script_logs(loop, tip)) == len(logs):
+                raise ValueError(f"{loop.state.script} wrote no OUTPUT_DIR/logs/*.txt, which a record needs")
     return golf_cli.main(["new", args.track, args.name, "--author", args.author, "--github-id", args.github_id,
                           "--blurb", args.blurb, "--logs", *map(str, logs), *["--json"] * args.json,
                           *(["--records", str(args.records)] if args.records else [])])

@@ -6,16 +6,13 @@ import contextlib
 import fcntl
 import json
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from golf.cli import write_file
 
 FOLDER, RESULTS = ".research", "results.tsv"
-LOCK_SECONDS = 2.0  # a child that a killed loop was just starting may hold its lock for a moment
 SHORT = 10  # characters of a commit in tables and folder names
 STATUSES = ("keep", "discard", "crash", "timeout", "nan", "oversize", "invalid")
 
@@ -29,7 +26,6 @@ class State:
     budget: float = 300.0  # seconds of training
     limit: float = 600.0  # seconds of a run in all
     cap_bytes: int = 16_000_000
-    frozen: str = ""  # regular expression: definitions in the script that may not change
     links: list[str] = field(default_factory=list)  # untracked paths that runs need
     data: dict[str, str] = field(default_factory=dict)  # fingerprints
 
@@ -54,14 +50,6 @@ class Row:
     gain: float = 0.0  # over the commit it started from, bpb
     reason: str = ""
 
-    @property
-    def is_baseline(self) -> bool:
-        return self.reason.startswith("baseline")
-
-    @property
-    def runs(self) -> int:
-        return len(self.seeds.split(",")) if self.seeds else 0
-
 COLUMNS = {item.name: {"float": float, "int": int, "str": str}[item.type] for item in fields(Row)}
 
 def one_line(text: str) -> str:
@@ -80,20 +68,13 @@ def load_state(root: Path) -> State:
 def locked(root: Path) -> Iterator[None]:
     """One loop per folder. Raises ValueError when another one works here; the lock goes with its process."""
     (root / FOLDER).mkdir(exist_ok=True)
-    deadline = time.monotonic() + LOCK_SECONDS
     with (root / FOLDER / "lock").open("a") as f:
-        while True:
-            try:
-                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ValueError(f"another loop works in {root}; wait, or start one with its own tag in a folder "
-                                     "of `git worktree add`") from None
-                time.sleep(0.05)
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another loop works in {root}; wait, or start one with its own tag in a folder of "
+                             "`git worktree add`") from None
         yield
-
-# -- lines -------------------------------------------------------------------------------------------------------------
 
 def append_line(path: Path, line: str) -> None:
     path.touch()
@@ -123,9 +104,3 @@ def read_rows(path: Path) -> list[Row]:
             raise ValueError(f"{path}:{number}: {line[:60]!r} must be {len(COLUMNS)} columns with tabs between them; "
                              "correct or remove the line") from None
     return rows
-
-def append_record(path: Path, record: dict[str, Any]) -> None:
-    append_line(path, json.dumps(record))
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in whole_lines(path)]

@@ -37,8 +37,6 @@ class Outcome:
     bytes: int = 0
     memory_mib: int = 0
 
-# -- processes ---------------------------------------------------------------------------------------------------------
-
 def run_process(command: Sequence[str], cwd: Path, environment: Mapping[str, str], log: Path, limit_seconds: float,
                 stop: Event, stdin: Path = Path(os.devnull)) -> int | None:
     """Exit status, or None when it ran or wrote too long; all output goes to `log`.
@@ -50,7 +48,7 @@ def run_process(command: Sequence[str], cwd: Path, environment: Mapping[str, str
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output, stdin.open("rb") as given:
         try:
-            process = subprocess.Popen(command, cwd=cwd, env={**environment, MARK: str(log.parent)}, stdin=given,
+            process = subprocess.Popen(command, cwd=cwd, env={**environment, MARK: f"{log.parent}/"}, stdin=given,
                                        stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         except OSError as error:
             raise ValueError(f"{command[0]!r} cannot be started ({error.strerror}); correct the command") from None
@@ -65,33 +63,30 @@ def run_process(command: Sequence[str], cwd: Path, environment: Mapping[str, str
                 process.wait(0.05)
         return process.returncode
     finally:
-        end_processes(str(log.parent))
+        end_processes(log.parent)
         process.kill()  # where there is no /proc
         process.wait()
 
-def marked(mark: str) -> list[int]:
-    """Processes whose environment has MARK = `mark` or a path below it; zombies have none. Needs Linux's /proc."""
-    found, value = [], f"{MARK}={mark}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
+def marked(folder: Path) -> list[int]:
+    """Processes of the runs whose logs are in or below this folder. Needs Linux's /proc."""
+    found, value = [], f"\0{MARK}={folder}/".encode()
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if any(item == value or item.startswith(value + b"/")
-                   for item in (folder / "environ").read_bytes().split(b"\0")):
-                found.append(int(folder.name))
-    return [pid for pid in found if pid != os.getpid()]
+            if value in b"\0" + (process / "environ").read_bytes():
+                found.append(int(process.name))
+    return found
 
-def end_processes(mark: str) -> None:
-    """TERM, then KILL, to all processes that carry the mark, until none is left."""
+def end_processes(folder: Path) -> None:
+    """TERM, then KILL, to all of these processes, until none is left."""
     asked: set[int] = set()
     deadline = time.monotonic() + GRACE_SECONDS
-    while pids := marked(mark):
+    while pids := marked(folder):
         late = time.monotonic() > deadline
         for pid in pids if late else set(pids) - asked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
         asked.update(pids)
         time.sleep(0.02)
-
-# -- verdict on one run ------------------------------------------------------------------------------------------------
 
 def read_text(log: Path) -> str:
     """A log with progress bars' carriage returns as line ends, so that every line starts at column 0."""
@@ -108,7 +103,7 @@ def judge(code: int | None, text: str, state: State) -> Outcome:
     log = Log(Path("log"))
     try:
         read_body(log, "\n" + text)  # the rule of the summary may be the first line
-        bpb = float(log.summary["val_bpb"]) if "val_bpb" in log.summary else None
+        bpb = float(log.summary.get("val_bpb", 0))
     except ValueError as error:
         return Outcome("crash", f"summary not readable: {error}")
     codes = {code, *map(int, re.findall(r"exitcode\s*:\s*(-?\d+)", text))}
@@ -116,22 +111,19 @@ def judge(code: int | None, text: str, state: State) -> Outcome:
     return Outcome(status, reason, bpb if status == "ok" else 0.0, log.train_seconds or 0.0, log.steps_done or 0,
                    log.total_bytes or 0, log.peak_memory_mib or 0)
 
-def classify(codes: set[int], bpb: float | None, log: Log, text: str, state: State) -> tuple[str, str]:
+def classify(codes: set[int], bpb: float, log: Log, text: str, state: State) -> tuple[str, str]:
     """Status and reason: the first of these that holds."""
-    losses = [step[1] for step in log.steps] + ([] if bpb is None else [bpb])
-    if 3 in codes or not all(map(math.isfinite, losses)):
+    if 3 in codes or not all(map(math.isfinite, [bpb, *(step[1] for step in log.steps)])):
         return "nan", "the loss or the score is not finite"
     if 4 in codes or (log.total_bytes or 0) > state.cap_bytes:
         return "oversize", f"{log.total_bytes or 'too many'} bytes, at most {state.cap_bytes} may be used"
     if codes != {0}:
         cause = CAUSE.search(text)
         return "crash", f"exit status {', '.join(map(str, sorted(codes - {0})))}{': ' + cause[1] if cause else ''}"
-    if bpb is None:
-        return "crash", "no line 'val_bpb: NUMBER' after a line '---'"
+    if bpb <= 0:
+        return "crash", "no line 'val_bpb: NUMBER', above 0, after a line '---'"
     if log.valid is False:
         return "invalid", f"the script says valid: {log.summary['valid']}"
-    if bpb <= 0:
-        return "invalid", f"val_bpb {bpb} is not above 0"
     if (log.train_seconds or 0) > 1.03 * state.budget + 2:  # a step that begins in time may end after it
         return "invalid", f"trained {log.train_seconds:.1f} s, the budget is {state.budget:g} s"
     return "ok", "finished"

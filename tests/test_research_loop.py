@@ -208,7 +208,6 @@ def test_data_folder_is_linked_into_the_runs(folder, capsys):
 # -- loops -------------------------------------------------------------------------------------------------------------
 
 def test_one_loop_per_folder_and_two_side_by_side(session, capsys, monkeypatch):
-    monkeypatch.setattr("research.store.LOCK_SECONDS", 0.1)
     with research_kills.locked(session):
         assert "another loop works in" in error_of(capsys, "run", "-d", "x")
     git(session, "worktree", "add", "-q", "../second", "HEAD")
@@ -286,7 +285,7 @@ def test_an_interrupt_ends_cleanly(session, number):
     edit(session, SLEEP=30.0)
     process = subprocess.Popen(research_kills.command("run", "-d", "long"), cwd=session, text=True,
                                env=research_kills.environment(), stderr=subprocess.PIPE)
-    wait_until(lambda: trial.marked(str(session / ".research")))
+    wait_until(lambda: trial.marked(session / ".research"))
     process.send_signal(number)
     assert process.wait(20) == 130 and "interrupted" in process.stderr.read()
     assert read_rows(session / "results.tsv")[-1].reason == "interrupted"

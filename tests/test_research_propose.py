@@ -63,16 +63,16 @@ def test_the_real_script_has_settings_and_a_frozen_metric():
     found = find_settings(source.decode())
     assert {"MATRIX_LR", "MUON_WD", "EMA_DECAY", "WARMDOWN_FRAC"} <= set(found)
     assert found["EMA_DECAY"].high < 1 and not {"SEED", "MAX_WALLCLOCK_SECONDS", "VOCAB_SIZE"} & set(found)
-    frozen = guard.frozen_parts(source, guard.FROZEN)
+    frozen = guard.frozen_parts(source)
     assert {"Evaluator", "byte_tables", "Run.score", "Run.evaluate", "Stopwatch", "SIZE_CAP_BYTES"} <= set(frozen)
     faster = source.replace(b"matrix_lr: float = setting(0.02", b"matrix_lr: float = setting(0.03")
-    assert faster != source and guard.script_problem(source, faster, guard.FROZEN) is None
+    assert faster != source and guard.script_problem(source, faster) is None
     commented = source.replace(b"def byte_tables(", b"# only a comment\ndef byte_tables(")
-    assert guard.script_problem(source, commented, guard.FROZEN) is None
+    assert guard.script_problem(source, commented) is None
     cheat = source.replace(b"SIZE_CAP_BYTES = 16_000_000", b"SIZE_CAP_BYTES = 17_000_000")
-    assert guard.script_problem(source, cheat, guard.FROZEN) == "changes the metric: SIZE_CAP_BYTES"
+    assert guard.script_problem(source, cheat) == "changes the metric: SIZE_CAP_BYTES"
     again = source + b"\n\ndef byte_tables(tokenizer):\n    return 1\n"
-    assert "byte_tables" in guard.script_problem(source, again, guard.FROZEN)
+    assert "byte_tables" in guard.script_problem(source, again)
 
 
 def test_data_fingerprints(tmp_path, monkeypatch):
