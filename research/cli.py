@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
@@ -10,18 +11,17 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from golf import cli as golf_cli
-from golf.cli import add_command, print_json, print_table
+from golf.cli import add_command, print_json, print_table, write_file
 from research import guard, report
 from research.loop import Loop, opened
 from research.propose import Agent, NoProposal, OptunaSearch
-from research.repo import changed_files, exclude_own_files, find_root, git, untracked_data
-from research.store import FOLDER, RESULTS, SHORT, Row, State, load_state, locked, one_line, save_state
-from research.trial import Stopped
+from research.repo import changed_files, exclude_own_files, find_root, git
+from research.store import FOLDER, RESULTS, SHORT, Row, State, load_state, locked, one_line
 
 FAILURES_IN_A_ROW = 5  # of an agent, before `auto` gives up
 
@@ -38,13 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
     history.add_argument("--last", type=int, default=0, metavar="N", help="only the last N")
     add_command(commands, "report", report.report_command, "what was gained, the keep rate, and progress.png")
     promote = add_command(commands, "promote", report.promote_command, "make a checked record of the kept script")
-    for name in ("track", "name"):
-        promote.add_argument(name, help="as in `golf new`")
-    for name in ("author", "github-id", "blurb"):
-        promote.add_argument(f"--{name}", required=True, help="as in `golf new`")
-    promote.add_argument("--records", help="as in `golf new`")
-    promote.add_argument("--seeds", type=int, default=3, help="logs it needs; missing runs are made "
-                         "(default %(default)s)")
+    for name in ("track", "name", "--author", "--github-id", "--blurb", "--records"):
+        required = {"required": name != "--records"} if name.startswith("-") else {}
+        promote.add_argument(name, help="as in `golf new`", **required)
+    promote.add_argument("--seeds", type=int, default=3, help="runs it needs; missing ones are made (default 3)")
     for command in (commands.choices[name] for name in ("start", "run", "promote")):
         command.add_argument("--gpu", help="number of the GPU to use")
     return parser
@@ -55,8 +52,7 @@ def add_start(commands: Any) -> None:
     option("tag", help="short name, such as a date: mar5")
     option("--script", default="train_gpt.py", help="the one file that may change (default %(default)s)")
     option("--command", default="", help="how to run it from the root (default: this Python and the script)")
-    option("--budget", type=float, default=State.budget, help="seconds of training, passed as MAX_WALLCLOCK_SECONDS "
-           "(default %(default)g)")
+    option("--budget", type=float, default=State.budget, help="seconds of training of a run (default %(default)g)")
     option("--limit", type=float, help="seconds in all, after which a run is ended (default: twice the budget)")
     option("--cap-bytes", type=int, default=State.cap_bytes, help="total_bytes at most (default %(default)s)")
     option("--link", action="append", default=[], metavar="PATH", help="untracked path, besides data, that runs need")
@@ -64,8 +60,7 @@ def add_start(commands: Any) -> None:
 def add_auto(commands: Any) -> None:
     auto = add_command(commands, "auto", auto_command, "try proposals of an agent or a search until a limit or Ctrl-C")
     source = auto.add_mutually_exclusive_group(required=True)
-    source.add_argument("--agent", metavar="COMMAND", help="command line that reads the prompt from stdin (or the file "
-                        "{prompt}) and edits the script in its working directory")
+    source.add_argument("--agent", metavar="COMMAND", help="reads the prompt from stdin or {prompt}, edits the script")
     source.add_argument("--proposer", choices=["optuna"], help="search the script's numbers without an agent")
     option = auto.add_argument
     option("--agent-seconds", type=float, default=900.0, help="time of one call (default %(default)g)")
@@ -82,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
             signal.signal(number, signal.default_int_handler)
     try:
         return golf_cli.main(arguments, build_parser())
-    except (KeyboardInterrupt, Stopped):
+    except KeyboardInterrupt:
         print("interrupted: what ran is recorded, the tree is that of the kept script", file=sys.stderr)
         return 130
 
@@ -93,8 +88,6 @@ def show_row(row: Row, as_json: bool) -> int:
         print_table(row.description, ("commit", "val_bpb", "gain", "status", "reason"),
                     [(row.commit, f"{row.val_bpb:.6f}", f"{row.gain:+.6f}", row.status, row.reason)])
     return 0 if row.status in ("keep", "discard") else 1
-
-# -- start and run -----------------------------------------------------------------------------------------------------
 
 def start_command(args: argparse.Namespace) -> int:
     root = find_root()
@@ -107,22 +100,23 @@ def start_command(args: argparse.Namespace) -> int:
 
 def begin(root: Path, args: argparse.Namespace) -> None:
     """Checks everything, writes the state, then makes the branch; all again when it was killed before the baseline."""
-    if (root / RESULTS).exists() or ((root / FOLDER / "state.json").exists() and load_state(root).tag != args.tag):
+    again = (root / FOLDER / "state.json").exists()
+    if (root / RESULTS).exists() or (again and load_state(root).tag != args.tag):
         raise ValueError(f"a session is under way in {root}; go on with run or auto, start in a folder of "
                          f"`git worktree add`, or move {FOLDER} and {RESULTS} away")
     state = make_state(root, args)
     if not git(root, "for-each-ref", "--count=1"):  # fresh from git init
         git(root, "add", "--all")
         git(root, "commit", "--quiet", "-m", "Start of the research")
-    refs = f"refs/heads/{state.branch}", f"refs/research/{state.tag}"
-    if set(git(root, "for-each-ref", "--format=%(objectname)", *refs).split()) - {git(root, "rev-parse", "HEAD")}:
-        raise ValueError(f"branch {state.branch} or its experiments exist; choose another tag")
+    branch = f"research/{args.tag}"
+    exists = git(root, "for-each-ref", f"refs/heads/{branch}")
+    if not again and (exists or git(root, "for-each-ref", f"refs/{branch}")):
+        raise ValueError(f"branch {branch} or its experiments exist; choose another tag")
     if changed := changed_files(root):
         raise ValueError(f"the tree is not clean ({', '.join(changed[:3])}); commit or stash first")
     git(root, "ls-files", "--error-unmatch", "--", state.script)
-    (root / FOLDER / "runs.jsonl").unlink(missing_ok=True)
-    save_state(root, state)
-    git(root, "checkout", "--quiet", "-B", state.branch)
+    write_file(root / FOLDER / "state.json", json.dumps(asdict(state), indent=1))
+    git(root, "checkout", "--quiet", *([] if exists else ["-b"]), branch)
 
 def make_state(root: Path, args: argparse.Namespace) -> State:
     if not re.fullmatch(r"[\w-]+", args.tag):
@@ -139,33 +133,27 @@ def make_state(root: Path, args: argparse.Namespace) -> State:
     command = shlex.split(args.command) or [sys.executable, args.script]
     if "/" in command[0] and (root / command[0]).exists():
         command[0] = str(root / command[0])  # the worktrees have no .venv
-    links = [] if Path(data).is_absolute() else untracked_data(root, data)
+    untracked = ("ls-files", "-z", "--others", "--directory", "--exclude=__pycache__", "--", data)
+    links = [] if Path(data).is_absolute() else [name.rstrip("/") for name in git(root, *untracked).split("\0") if name]
     return State(args.tag, args.script, command, args.budget, limit, args.cap_bytes, links + args.link,
                  guard.fingerprint_data(root))
 
 def run_command(args: argparse.Namespace) -> int:
-    root, description = find_root(), one_line(args.description)
-    if not description:
-        raise ValueError("-d '' says nothing; describe the change")
+    root = find_root()
     with opened(root) as loop:
         repo, base = loop.repo, loop.repo.tip()
-        if not repo.is_checked_out():
-            raise ValueError(f"the tree is not on {repo.branch}; git checkout {repo.branch}")
         source = repo.tree_source()
         if source in (None, repo.source(base)):
             raise ValueError(f"{repo.script} is as it was kept last; change it, then run")
         if same := repo.same_script(source):
             raise ValueError(f"this script was tried as {same[:SHORT]} (python -m research history); change it")
-        changed = changed_files(root)
+        changed = changed_files(root, base)
         loop.baseline(args.gpu)
-        return show_row(loop.experiment(args.gpu, base, source, description, changed), args.json)
-
-# -- auto --------------------------------------------------------------------------------------------------------------
+        return show_row(loop.experiment(args.gpu, base, source, one_line(args.description), changed), args.json)
 
 @dataclass
 class Drive:
     """Threads that propose and try, one per GPU, until a limit is reached."""
-
     loop: Loop
     propose: Agent | OptunaSearch
     args: argparse.Namespace
@@ -226,8 +214,8 @@ def auto_command(args: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 loop.stop.set()
                 raise
-        errors = [error for future in futures if (error := future.exception())]
-        for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):  # its cause before who was stopped
-            raise error
+        for error in (future.exception() for future in futures):
+            if error and not isinstance(error, KeyboardInterrupt):  # the cause, not who was stopped by it
+                raise error
         loop.say(f"ended after {drive.ended}")
-        return report.show(loop, args.json)
+        return report.report_command(args)

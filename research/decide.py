@@ -4,8 +4,7 @@ A group-sequential t test. Every run has a seed of its own; after each run of th
 compared with two bounds in standard errors. The upper one falls as runs accumulate (O'Brien and Fleming, Biometrics
 35, 1979), so that a lucky first run keeps nothing; the lower one rises from 0 to meet it (a triangular test, Whitehead
 1997), so that most candidates that do not help cost one run. The noise is pooled over the incumbent's, its ancestors'
-and the candidate's own runs, never over discarded ones: one unstable candidate must not hide later gains.
-"""
+and the candidate's own runs, never over discarded ones: one unstable candidate must not hide later gains."""
 from __future__ import annotations
 
 import math
@@ -33,10 +32,8 @@ def pooled_noise(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     return (math.sqrt(squares / freedom) if freedom else 0.0), freedom
 
 def t_bound(z: float, freedom: int) -> float:
-    """Student's t with the same tail as `z` standard normal deviations (Abramowitz and Stegun 26.7.5).
-
-    The series is too low below three degrees of freedom; a bound of infinity keeps nothing there."""
-    if freedom < 3:
+    """Student's t with the same tail as `z` standard normal deviations (Abramowitz and Stegun 26.7.5)."""
+    if freedom < 3:  # where the series is too low, nothing is kept
         return math.inf
     terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
@@ -50,10 +47,9 @@ def decide(incumbent: Sequence[float], candidate: Sequence[float], ancestors: Se
            bytes_saved: int = 0, best: Sequence[float] = ()) -> Verdict:
     """What to do after these runs.
 
-    incumbent: scores of the commit to beat, at least two; candidate: at least one; ancestors: scores of each other kept
-    commit; bytes_saved: how much smaller the candidate's script is; best: scores of the last commit that was kept for
-    its gain, which a smaller script must equal too, so that many small losses do not add up.
-    """
+    incumbent: scores of the commit to beat, two or more; candidate: one or more; ancestors: of each other kept commit;
+    bytes_saved: how much smaller the candidate's script is; best: scores of the last commit that was kept for its gain,
+    which a smaller script must equal too, so that many small losses do not add up."""
     assert len(incumbent) >= 2 and candidate, "two runs of the incumbent and one of the candidate are needed"
     runs, last = len(candidate), len(candidate) >= MOST_RUNS
     noise, freedom = pooled_noise([incumbent, candidate, *ancestors])

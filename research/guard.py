@@ -16,7 +16,6 @@ from pathlib import Path
 # Names of definitions that compute, count, time or print the score.
 FROZEN = re.compile("(?i)eval|valid|bpb|score|byte_?table|tokenizer|sliding|pad_win|sidecar|summar|size_cap|manifest|"
                     "watch|clock")
-READ_WHOLE = (".model", ".vocab", ".json")
 
 def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Qualified name and text, without comments and layout, of functions, methods, classes and module constants; fields
@@ -38,29 +37,27 @@ def frozen_parts(source: bytes) -> dict[str, str]:
             found[name] = found.get(name, "") + text  # defined twice: both count
     return found
 
-def differing(old: dict[str, str], new: dict[str, str]) -> str:
-    """The first names whose values differ, with commas; empty when none does."""
-    return ", ".join(sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))[:5])
+def differing(what: str, old: dict[str, str], new: dict[str, str]) -> str:
+    """`what` and the first names whose values differ; empty when none does."""
+    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    return f"{what}: {', '.join(names[:5])}" if names else ""
 
-def script_problem(base: bytes, source: bytes) -> str | None:
-    """Why a changed script is invalid; None when it may run. Raises SyntaxError for a script that cannot run."""
-    names = differing(frozen_parts(base), frozen_parts(source))
-    return f"changes the metric: {names}" if names else None
+def script_problem(base: bytes, source: bytes) -> str:
+    """Why a changed script is invalid; empty when it may run. Raises SyntaxError for a script that cannot run."""
+    return differing("changes the metric", frozen_parts(base), frozen_parts(source))
 
 def fingerprint_data(root: Path) -> dict[str, str]:
     """By path below DATA_DIR: sha256 of tokenizers, manifests and validation shards, the size of other shards."""
     folder, found = root / os.environ.get("DATA_DIR", "data"), {}
     for path in sorted(Path(parent, name) for parent, _, names in os.walk(folder, followlinks=True) for name in names):
-        if path.suffix in READ_WHOLE or (path.suffix == ".bin" and "val" in path.name):
-            with path.open("rb") as f:
-                found[os.path.relpath(path, root)] = hashlib.file_digest(f, "sha256").hexdigest()
+        if path.suffix in (".model", ".vocab", ".json") or (path.suffix == ".bin" and "val" in path.name):
+            found[os.path.relpath(path, root)] = hashlib.sha256(path.read_bytes()).hexdigest()
         elif path.suffix == ".bin":
             found[os.path.relpath(path, root)] = f"{path.stat().st_size} bytes"
     return found
 
-def data_problem(old: dict[str, str], root: Path) -> str | None:
-    names = differing(old, fingerprint_data(root))
-    return f"data or tokenizer changed: {names}" if names else None
+def data_problem(old: dict[str, str], root: Path) -> str:
+    return differing("data or tokenizer changed", old, fingerprint_data(root))
 
 @cache
 def hardware(gpu: str | None) -> str:

@@ -2,8 +2,7 @@
 
 The refs below refs/research/TAG/ and the rows of results.tsv are the truth. The order is: commit and ref, runs, row
 (synced), branch, tree. So a ref without a row is an experiment that was cut short, and the file `settling` names a
-commit whose row may lack its git step; `recover` finishes both.
-"""
+commit whose row may lack its git step; `recover` finishes both."""
 from __future__ import annotations
 
 import contextlib
@@ -20,25 +19,15 @@ from typing import Any
 from golf.cli import write_file
 from research import guard
 from research.decide import Verdict, decide, pooled_noise
-from research.repo import Repo
-from research.store import (
-    FOLDER,
-    RESULTS,
-    SHORT,
-    Row,
-    append_line,
-    append_row,
-    load_state,
-    locked,
-    read_rows,
-    whole_lines,
-)
-from research.trial import Outcome, Stopped, end_processes, judge, read_text, run_process, tail
+from research.repo import Repo, git
+from research.store import FOLDER, SHORT, Row, append_line, append_row, load_state, locked, read_rows, whole_lines
+from research.trial import Outcome, end_processes, judge, read_text, run_process
 
 KEPT_FILE_BYTES = 2**20  # larger outputs, such as weights, are deleted: a night of them would fill a disk
 ATTEMPTS = 3  # runs of a commit that already ran well and now fails
 BASELINE_RUNS = 2
 FIRST_SEED = 1337
+TAIL_LINES, TAIL_WIDTH = 100, 300  # torchrun alone ends with some fifty lines of its own
 
 class Loop:
     """One session. Its methods may be called from several threads, each with the number of its GPU (None: whatever the
@@ -47,7 +36,7 @@ class Loop:
     def __init__(self, root: Path) -> None:
         self.root, self.state = root, load_state(root)
         self.repo = Repo(root, self.state)
-        self.folder, self.results = root / FOLDER, root / RESULTS
+        self.folder = root / FOLDER
         self.records = [json.loads(line) for line in whole_lines(self.folder / "runs.jsonl")]
         # No seed runs twice: one that suits a script or harms all would else decide the night.
         self.seeds = itertools.count(max((r["seed"] for r in self.records), default=FIRST_SEED - 1) + 1)
@@ -59,11 +48,12 @@ class Loop:
     # -- what is known -------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[Row]:
-        return read_rows(self.results)
+        return read_rows(self.root)
 
     def runs(self, commit: str, hardware: str) -> list[dict[str, Any]]:
         with self.mutex:
-            return [r for r in self.records if r["commit"] == commit and r["hardware"] == hardware]
+            return [r for r in self.records
+                    if (r["commit"], r["hardware"], r["budget"]) == (commit, hardware, self.state.budget)]
 
     def scores(self, commit: str, hardware: str) -> list[float]:
         return [r["val_bpb"] for r in self.runs(commit, hardware) if r["status"] == "ok"]
@@ -86,7 +76,7 @@ class Loop:
     # -- runs ----------------------------------------------------------------------------------------------------------
 
     def run_once(self, commit: str, gpu: str | None) -> Outcome:
-        """One run of a commit, recorded. Raises Stopped."""
+        """One run of a commit, recorded."""
         with self.mutex:
             tree, seed = self.repo.worktree(gpu, commit), next(self.seeds)
         output = self.output_folder(commit, seed)
@@ -97,7 +87,8 @@ class Loop:
             outcome = judge(code, read_text(output / "log.txt"), self.state)
         finally:
             delete_weights(output)
-        record = {"commit": commit, "seed": seed, "hardware": guard.hardware(gpu), **vars(outcome)}
+        record = {"commit": commit, "seed": seed, "hardware": guard.hardware(gpu), "budget": self.state.budget,
+                  **vars(outcome)}
         with self.mutex:
             append_line(self.folder / "runs.jsonl", json.dumps(record))
             self.records.append(record)
@@ -111,8 +102,10 @@ class Loop:
     def tail(self, commit: str) -> str:
         """The end of a commit's last log, if there is one."""
         logs = (self.folder / "runs" / commit[:SHORT]).glob("*/log.txt")
-        log = max(logs, key=lambda path: path.stat().st_mtime, default=None)
-        return f"{log}:\n{tail(log)}" if log else ""
+        if (log := max(logs, key=lambda path: path.stat().st_mtime, default=None)) is None:
+            return ""
+        lines = read_text(log).rstrip().split("\n")[-TAIL_LINES:]
+        return "\n".join([f"{log}:", *(line[:TAIL_WIDTH] for line in lines)])
 
     def measure(self, commit: str, gpu: str | None) -> Verdict:
         """Runs candidate and incumbent until the rule decides or the candidate fails."""
@@ -143,16 +136,14 @@ class Loop:
         if (tip, hardware) not in [(commit, row.hardware) for commit, row in self.kept()]:
             same = "; all runs are equal: does the script read SEED?" if len(set(scores)) == 1 else ""
             reason = f"baseline, {len(scores)} runs, noise {pooled_noise([scores])[0]:.6f}{same}"
-            append_row(self.results, self.make_row(tip, hardware, "baseline", Verdict("keep", 0.0, reason)))
+            append_row(self.root, self.make_row(tip, hardware, "baseline", Verdict("keep", 0.0, reason)))
             self.say(f"  {reason}")
 
     # -- one experiment ------------------------------------------------------------------------------------------------
 
     def experiment(self, gpu: str | None, base: str, source: bytes, description: str,
                    changed: Sequence[str] = ()) -> Row:
-        """Tries a script on top of `base`; `changed` are the files that differ from it where the script was edited.
-
-        A gain over a commit that is no longer the tip, because another thread kept something, is tried again on it."""
+        """Tries a script on top of `base`; `changed` are the files that differ from it where the script was edited."""
         with self.mutex:
             number = max(self.repo.tried(), default=0) + 1
             commit = self.repo.commit(gpu, base, source, f"{description}\n\nExperiment: {number}\n")
@@ -165,6 +156,7 @@ class Loop:
             tip = self.repo.tip()
             if verdict.action != "keep" or tip == base:
                 return self.finish(commit, gpu, verdict)
+            # Another thread kept something meanwhile: the gain must hold on top of that.
             moved = self.repo.moved(gpu, tip, commit)
             fate = "conflicts with a newer keep" if moved is None else "tried again on a newer keep"
             row = self.finish(commit, gpu, Verdict("discard", verdict.gain, f"{fate}: {verdict.reason}"))
@@ -188,10 +180,10 @@ class Loop:
     def finish(self, commit: str, gpu: str | None, verdict: Verdict) -> Row:
         """Row first, synced; then branch and tree."""
         with self.mutex:
-            description = self.repo.git("log", "-1", "--format=%s", commit)
+            description = git(self.root, "log", "-1", "--format=%s", commit)
             row = self.make_row(commit, guard.hardware(gpu), description, verdict)
             write_file(self.folder / "settling", commit)
-            append_row(self.results, row)
+            append_row(self.root, row)
             remark = self.repo.settle(commit, row.status == "keep")
             (self.folder / "settling").unlink()
         self.say(f"  {row.status}: {row.reason}{remark}")
@@ -200,13 +192,11 @@ class Loop:
     def make_row(self, commit: str, hardware: str, description: str, verdict: Verdict) -> Row:
         runs = self.runs(commit, hardware)
         good = [r for r in runs if r["status"] == "ok"]
-
-        def mean(name: str) -> float:
-            return fmean(r[name] for r in good) if good else 0.0
+        mean = {name: fmean(r[name] for r in good) if good else 0.0 for name in ("val_bpb", "seconds", "steps")}
         most = {name: max((r[name] for r in runs), default=0) for name in ("memory_mib", "bytes")}
-        return Row(commit[:SHORT], mean("val_bpb") if verdict.action in ("keep", "discard") else 0.0,
-                   round(most["memory_mib"] / 1024, 1), verdict.action, description, round(mean("seconds"), 1),
-                   round(mean("steps")), most["bytes"], hardware, ",".join(str(r["seed"]) for r in runs), verdict.gain,
+        return Row(commit[:SHORT], mean["val_bpb"] if verdict.action in ("keep", "discard") else 0.0,
+                   round(most["memory_mib"] / 1024, 1), verdict.action, description, round(mean["seconds"], 1),
+                   round(mean["steps"]), most["bytes"], hardware, ",".join(str(r["seed"]) for r in runs), verdict.gain,
                    verdict.reason)
 
     def recover(self) -> None:
@@ -219,8 +209,8 @@ class Loop:
             if row := rows.get(commit[:SHORT]):
                 self.repo.settle(commit, row.status == "keep")
             settling.unlink()
-        for commit in self.repo.tried().values():
-            if commit[:SHORT] not in rows and commit != self.repo.tip():
+        for commit in self.repo.tried(f"--no-merged={self.repo.branch}").values():
+            if commit[:SHORT] not in rows:
                 self.say(f"found half done: {commit[:SHORT]}")
                 self.finish(commit, None, Verdict("crash", 0.0, "interrupted"))
 
@@ -232,7 +222,7 @@ def opened(root: Path) -> Iterator[Loop]:
         loop.recover()
         try:
             yield loop
-        except (KeyboardInterrupt, Stopped):
+        except KeyboardInterrupt:
             loop.stop.set()
             loop.recover()
             raise

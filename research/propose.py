@@ -15,7 +15,7 @@ from typing import Any
 
 from research.loop import Loop
 from research.repo import changed_files
-from research.store import SHORT, Row, one_line
+from research.store import RESULTS, SHORT, Row, one_line, whole_lines
 from research.trial import read_text, run_process
 
 PROTOCOL = Path(__file__).with_name("program.md")
@@ -33,8 +33,6 @@ class Proposal:
 class NoProposal(ValueError):  # noqa: N818 - no error: the next call may bring one
     """This time nothing came that could be tried."""
 
-# -- agents ------------------------------------------------------------------------------------------------------------
-
 class Agent:
     """Calls a command once per proposal, in a worktree at the kept commit. It reads the prompt from stdin (or from the
     file that takes the place of `{prompt}`), edits the script, and its last output line becomes the description."""
@@ -45,11 +43,11 @@ class Agent:
             raise ValueError("--agent '' is empty; give a command line")
 
     def __call__(self, gpu: str | None, base: str) -> Proposal:
-        folder = self.loop.folder / "runs" / "agent" / str(time.time_ns())
+        repo, folder = self.loop.repo, self.loop.folder / "runs" / "agent" / str(time.time_ns())
         folder.mkdir(parents=True)
         prompt, log = folder / "prompt.md", folder / "log.txt"
         with self.loop.mutex:
-            tree = self.loop.repo.worktree(gpu, base)
+            tree = repo.worktree(gpu, base)
             prompt.write_text(self.prompt(), encoding="utf-8")
         command = [word.replace("{prompt}", str(prompt)) for word in self.command]
         code = run_process(command, tree, os.environ, log, self.seconds, self.loop.stop, prompt)
@@ -57,40 +55,30 @@ class Agent:
         if code != 0:
             end = f"exit status {code}" if code is not None else f"no answer in {self.seconds:g} s"
             raise NoProposal(f"the agent failed: {end}{': ' + said if said else ''} (log: {log})")
-        return self.collect(tree, base, said)
-
-    def collect(self, tree: Path, base: str, said: str) -> Proposal:
-        script = tree / self.loop.state.script
-        if not script.is_file():
-            raise NoProposal(f"the agent removed {self.loop.state.script}")
-        source = script.read_bytes()
-        same = self.loop.repo.same_script(source)
+        script = tree / repo.script
+        source = script.read_bytes() if script.is_file() else b""
+        same = repo.same_script(source)
         self.note = same and f"Your last proposal was the same script as {same[:SHORT]}. Propose something else."
         if same:
             raise NoProposal(f"the agent's script is that of {same[:SHORT]}")
-        old = set(self.loop.repo.source(base).splitlines())
+        old = repo.source(base).splitlines()
         first = next((line for line in source.splitlines() if line not in old), b"lines removed")
         description = one_line(said or first.decode("utf-8", "replace"))[:DESCRIPTION_CHARS]
         return Proposal(source, description, tuple(changed_files(tree, base)))
 
     def prompt(self) -> str:
-        rows, script = self.loop.rows(), self.loop.state.script
-        lines = ["\t".join((r.commit, f"{r.val_bpb:.6f}", f"{r.gain:+.6f}", r.status, r.description, r.reason))
-                 for r in rows[-SHOWN_ROWS:]]
-        parts = [PROTOCOL.read_text(encoding="utf-8"), "# This call", f"Edit {script} in the current folder: one idea. "
-                 "Do not run it, do not commit. End with one line that says what you tried.", self.note,
-                 f"# The last {len(lines)} of {len(rows)} experiments", "commit, val_bpb, gain, status, description, "
-                 "reason:", "\n".join(lines)]
-        if rows and rows[-1].status not in ("keep", "discard"):
-            parts += ["# The end of the last experiment's log", self.loop.tail(rows[-1].commit)]
+        columns, *lines = whole_lines(self.loop.root / RESULTS)
+        parts = [PROTOCOL.read_text(encoding="utf-8"), "# This call", f"Edit {self.loop.repo.script} in this folder: "
+                 "one idea. Do not run it, do not commit. End with one line that says what you tried.", self.note,
+                 f"# The last of {len(lines)} experiments", "\n".join([columns, *lines[-SHOWN_ROWS:]])]
+        last = self.loop.rows()[-1]
+        if last.status not in ("keep", "discard"):
+            parts += ["# The end of the last experiment's log", self.loop.tail(last.commit)]
         return "\n\n".join(part for part in parts if part) + "\n"
-
-# -- settings ----------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Setting:
     """A number in the script: where it stands, and the range to search."""
-
     value: float
     span: tuple[int, int]  # of characters
     low: float
@@ -116,8 +104,7 @@ def find_settings(source: str) -> dict[str, Setting]:
     return found
 
 def search_range(value: float, whole: bool, rest: str) -> tuple[float, float]:
-    """The range in a comment; else half to twice the value (when it is close to 1, by its distance from 1), inside the
-    bounds of `setting`."""
+    """As a comment says; else half to twice the value, or by its distance from 1, inside the bounds of `setting`."""
     if declared := RANGE.search(rest):
         return float(declared[1]), float(declared[2])
     low, high = (1 - 3 * (1 - value), 1 - (1 - value) / 3) if 0.8 < value < 1 else (value / 2, value * 2)
@@ -129,15 +116,13 @@ def rewrite(source: str, settings: dict[str, Setting], values: dict[str, float])
     """The script with these numbers in place of the old ones."""
     for name in sorted(values, key=lambda name: settings[name].span, reverse=True):
         start, end = settings[name].span
-        number = str(values[name]) if settings[name].whole else f"{values[name]:.4g}"
+        number = str(round(values[name])) if settings[name].whole else f"{values[name]:.4g}"
         source = source[:start] + number + source[end:]
     return source
 
 class OptunaSearch:
-    """Proposals from Optuna's tree-structured Parzen estimator (Bergstra et al. 2011), kept in `.research/`.
-
-    Each changes a few settings of the kept script and is judged by its gain over it; a setting's model learns from the
-    trials that changed it."""
+    """Changes a few settings of the kept script at a time, by Optuna's tree-structured Parzen estimator (Bergstra et
+    al. 2011), which learns from their gains and is kept in `.research/`."""
 
     def __init__(self, loop: Loop, names: list[str]) -> None:
         try:
@@ -146,7 +131,6 @@ class OptunaSearch:
             raise ValueError("--proposer optuna needs the package optuna; pip install -r research/requirements.txt, or "
                              "use --agent") from None
         self.loop, self.names = loop, names
-        self.settings(loop.repo.source(loop.repo.tip()).decode("utf-8"))  # unknown names are told before any run
         self.optuna.logging.set_verbosity(self.optuna.logging.WARNING)
         backend = self.optuna.storages.journal.JournalFileBackend(str(loop.folder / "optuna.log"))
         self.study = self.optuna.create_study(storage=self.optuna.storages.JournalStorage(backend), load_if_exists=True,
@@ -155,26 +139,19 @@ class OptunaSearch:
         for trial in self.study.get_trials(states=[self.optuna.trial.TrialState.RUNNING]):
             self.study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL)  # of a loop that was killed
 
-    def settings(self, source: str) -> dict[str, Setting]:
-        """The named ones, or all but whole numbers. Raises ValueError when there are none."""
-        found = find_settings(source)
-        chosen = {name: setting for name, setting in found.items()
-                  if (name in self.names if self.names else not setting.whole)}
-        if unknown := sorted(set(self.names) - set(found)):
-            raise ValueError(f"--settings {','.join(unknown)}: no number of that name in {self.loop.state.script}; it "
-                             f"has {', '.join(sorted(found)) or 'none'}")
-        if not chosen:
-            raise ValueError(f"{self.loop.state.script} has no numbers to search; name some with --settings")
-        return chosen
-
     def __call__(self, gpu: str | None, base: str) -> Proposal:
         with self.loop.mutex:
             source = self.loop.repo.source(base).decode("utf-8")
-            settings, trial = self.settings(source), self.study.ask()
-            chosen = random.sample(sorted(settings), min(CHANGED_TOGETHER, len(settings)))
-            values = {name: suggest(trial, name, settings[name]) for name in chosen}
-        said = ", ".join(f"{name} {settings[name].value:g} -> {value:.4g}" for name, value in values.items())
-        return Proposal(rewrite(source, settings, values).encode(), said, learn=lambda row: self.learn(trial, row))
+            found = find_settings(source)
+            names = self.names or [name for name in found if not found[name].whole]
+            if not names or set(names) - set(found):
+                raise ValueError(f"--settings {','.join(self.names)}: the numbers to search in the script are "
+                                 f"{', '.join(found) or 'none'}; name some of them")
+            trial = self.study.ask()
+            values = {name: trial.suggest_float(name, found[name].low, found[name].high, log=found[name].low > 0)
+                      for name in random.sample(names, min(CHANGED_TOGETHER, len(names)))}
+        said = ", ".join(f"{name} {found[name].value:g} -> {value:.4g}" for name, value in values.items())
+        return Proposal(rewrite(source, found, values).encode(), said, learn=lambda row: self.learn(trial, row))
 
     def learn(self, trial: Any, row: Row) -> None:
         with self.loop.mutex:
@@ -182,9 +159,3 @@ class OptunaSearch:
                 self.study.tell(trial, -row.gain)
             else:
                 self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
-
-def suggest(trial: Any, name: str, setting: Setting) -> float:
-    log = setting.low > 0
-    if setting.whole:
-        return trial.suggest_int(name, int(setting.low), int(setting.high), log=log)
-    return trial.suggest_float(name, setting.low, setting.high, log=log)

@@ -29,62 +29,48 @@ def exclude_own_files(root: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     old, own = path.read_text(encoding="utf-8") if path.exists() else "", f"/{RESULTS}\n/progress.png\n/{FOLDER}/\n"
     if own not in old:
-        path.write_text(old + "\n" * (not old.endswith("\n") and bool(old)) + own, encoding="utf-8")
+        path.write_text(f"{old}\n{own}", encoding="utf-8")
 
 def changed_files(root: Path, commit: str = "HEAD") -> list[str]:
     """Tracked files that differ from a commit, in index or tree."""
     return [name for name in git(root, "diff", "--name-only", "-z", commit).split("\0") if name]
 
-def untracked_data(root: Path, folder: str) -> list[str]:
-    """Untracked files and folders at or below this one, as seen from `root`: what a run in a worktree would miss."""
-    names = git(root, "ls-files", "-z", "--others", "--directory", "--exclude=__pycache__", "--", folder).split("\0")
-    return [name.rstrip("/") for name in names if name]
-
 class Repo:
     """The repository of one session."""
 
     def __init__(self, root: Path, state: State) -> None:
-        self.root, self.script, self.branch, self.links = root, state.script, state.branch, state.links
+        self.root, self.script, self.branch, self.links = root, state.script, f"research/{state.tag}", state.links
         self.ref_folder = f"refs/research/{state.tag}"
 
-    def git(self, *arguments: str, data: bytes | None = None) -> str:
-        return git(self.root, *arguments, data=data)
-
-    # -- commits and refs ----------------------------------------------------------------------------------------------
-
     def tip(self) -> str:
-        return self.git("rev-parse", "--verify", f"refs/heads/{self.branch}")
+        return git(self.root, "rev-parse", "--verify", f"refs/heads/{self.branch}")
 
     def parent(self, commit: str) -> str:
-        return self.git("rev-parse", f"{commit}^")
+        return git(self.root, "rev-parse", f"{commit}^")
 
     def source(self, commit: str) -> bytes:
         return subprocess.run(["git", "cat-file", "blob", f"{commit}:{self.script}"], cwd=self.root,
                               capture_output=True, check=True).stdout
 
     def remember(self, number: int, commit: str) -> None:
-        self.git("update-ref", f"{self.ref_folder}/{number:04d}", commit, "")
+        git(self.root, "update-ref", f"{self.ref_folder}/{number:04d}", commit, "")
 
-    def tried(self) -> dict[int, str]:
+    def tried(self, *options: str) -> dict[int, str]:
         """Commit of each experiment, by number."""
-        lines = self.git("for-each-ref", "--format=%(refname) %(objectname)", self.ref_folder).splitlines()
+        form = "--format=%(refname) %(objectname)"
+        lines = git(self.root, "for-each-ref", *options, form, self.ref_folder).splitlines()
         return {int(name.rsplit("/", 1)[1]): commit for name, commit in map(str.split, lines)}
 
     def same_script(self, source: bytes) -> str | None:
         """The first tried commit with exactly this script."""
-        tried = list(self.tried().values())
-        blobs = self.git("rev-parse", *(f"{commit}:{self.script}" for commit in tried)).split("\n") if tried else []
-        wanted = self.git("hash-object", "--stdin", data=source)
-        return tried[blobs.index(wanted)] if wanted in blobs else None
-
-    # -- worktrees -----------------------------------------------------------------------------------------------------
+        return next((commit for commit in self.tried().values() if self.source(commit) == source), None)
 
     def worktree(self, gpu: str | None, commit: str) -> Path:
         """A new checkout of `commit`, one per GPU, with links to untracked data of the user's tree."""
         path = self.root / FOLDER / "work" / (gpu or "0")
         shutil.rmtree(path, ignore_errors=True)
         # Twice --force: the entry of the old one is still there, and locked when its making was killed.
-        self.git("worktree", "add", "--quiet", "--force", "--force", "--detach", str(path), commit)
+        git(self.root, "worktree", "add", "--quiet", "--force", "--force", "--detach", str(path), commit)
         for link in self.links:
             target = path / link
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -108,36 +94,29 @@ class Repo:
             return None
         return (tree / self.script).read_bytes()
 
-    # -- the user's tree -----------------------------------------------------------------------------------------------
-
-    def is_checked_out(self) -> bool:
-        return self.git("rev-parse", "--symbolic-full-name", "HEAD") == f"refs/heads/{self.branch}"
-
     def tree_source(self) -> bytes | None:
         path = self.root / self.script
         return path.read_bytes() if path.is_file() else None
 
     def settle(self, commit: str, kept: bool) -> str:
-        """Advances the branch when `kept`, and lets the tree's script follow the branch. Repeating it is harmless.
-
-        Only the script is written, and only if it is the candidate's or the base's; anything else in it is newer work
-        of the user. Returns a remark on that, else an empty text."""
+        """Advances the branch when `kept`. The tree's script follows when the branch is checked out, unless it is not
+        the candidate's nor the base's: then it is newer work, as the text returned says. Repeating it is harmless."""
         base = self.parent(commit)
         if kept and self.tip() == base:
-            self.git("update-ref", f"refs/heads/{self.branch}", commit, base)
-        if not self.is_checked_out():
+            git(self.root, "update-ref", f"refs/heads/{self.branch}", commit, base)
+        if git(self.root, "rev-parse", "--symbolic-full-name", "HEAD") != f"refs/heads/{self.branch}":
             return ""
         tip = self.tip()
         if self.tree_source() in (None, *map(self.source, (base, commit, tip))):
-            self.git("checkout", "--quiet", tip, "--", self.script)
+            git(self.root, "checkout", "--quiet", tip, "--", self.script)
             return ""
-        self.git("reset", "--quiet", tip, "--", self.script)
+        git(self.root, "reset", "--quiet", tip, "--", self.script)
         return f" ({self.script} was edited meanwhile and is left as it is)"
 
     def clear_locks(self, settling_since: float | None) -> None:
         """Removes lock files that this loop's git left behind when it was killed; those of the user's index and HEAD
         only when it was killed while settling, and if they are not older."""
-        common, own = (self.root / self.git("rev-parse", name) for name in ("--git-common-dir", "--git-dir"))
+        common, own = (self.root / git(self.root, "rev-parse", name) for name in ("--git-common-dir", "--git-dir"))
         for path in (common / f"refs/heads/{self.branch}.lock", *(common / self.ref_folder).glob("*.lock")):
             path.unlink(missing_ok=True)
         for path in (own / "index.lock", own / "HEAD.lock"):

@@ -13,7 +13,7 @@ from golf.cli import print_json, print_table
 from research.decide import pooled_noise
 from research.loop import Loop, opened
 from research.repo import find_root
-from research.store import STATUSES, Row
+from research.store import Row
 
 LABEL_CHARS = 45
 TOP_GAINS = 10
@@ -30,51 +30,43 @@ def history_command(args: argparse.Namespace) -> int:
     return 0
 
 def report_command(args: argparse.Namespace) -> int:
-    return show(Loop(find_root()), args.json)
-
-def show(loop: Loop, as_json: bool) -> int:
-    rows = loop.rows()
-    result = {"tag": loop.state.tag, **summarize(rows), **remeasured(loop), "plot": plot(rows, loop.root)}
-    if as_json:
+    loop = Loop(find_root())
+    result = {"tag": loop.state.tag, **summarize(loop), "plot": plot(loop.rows(), loop.root)}
+    if args.json:
         print_json(result)
         return 0
     top, counts = result.pop("top"), result.pop("counts")
-    result["statuses"] = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or None
+    result["statuses"] = ", ".join(f"{count} {name}" for name, count in counts.items()) or None
     print_table("Session", ("", ""), [(name, f"{value:.8g}" if isinstance(value, float) else value)
                                       for name, value in result.items()])
     print_table("What kept giving", ("commit", "gain", "description"),
                 [(row["commit"], f"{row['gain']:+.6f}", row["description"]) for row in top])
     return 0
 
-def summarize(rows: list[Row]) -> dict[str, Any]:
-    """What the rows say; None where there is nothing to say."""
+def summarize(loop: Loop) -> dict[str, Any]:
+    """What rows and runs say; None where there is nothing to say."""
+    rows = loop.rows()
     kept = [row for row in rows if row.status == "keep"]
     changes = [row for row in rows if not row.reason.startswith("baseline")]
     gains = sorted((row for row in changes if row.status == "keep"), key=lambda row: -row.gain)
     counts = Counter(row.status for row in changes)
     decided = counts["keep"] + counts["discard"]
-    return {"experiments": counts.total(), "counts": {name: counts[name] for name in STATUSES},
+    # By all their runs: the sum of gains alone is flattered by the luck for which they were kept.
+    scores = [scores for commit in dict(loop.kept()) if (scores := loop.scores(commit, kept[-1].hardware))]
+    return {"experiments": len(changes), "counts": dict(counts),
             "keep_rate": counts["keep"] / decided if decided else None,
             "baseline_bpb": kept[0].val_bpb if kept else None, "best_bpb": kept[-1].val_bpb if kept else None,
             "best_commit": kept[-1].commit if kept else None, "since_last_keep": idle(rows),
             "seconds_of_training": sum(row.seconds * (row.seeds.count(",") + 1) for row in rows),
             "hardware": "; ".join(sorted({row.hardware for row in rows if row.hardware})),
-            "top": [{name: getattr(row, name) for name in ("commit", "gain", "description")}
+            "noise_bpb": pooled_noise(scores)[0] if scores else None,
+            "gain_by_all_runs": fmean(scores[0]) - fmean(scores[-1]) if scores else None,
+            "top": [{"commit": row.commit, "gain": row.gain, "description": row.description}
                     for row in gains[:TOP_GAINS]]}
 
 def idle(rows: list[Row]) -> int:
     """Experiments since the last keep."""
     return next((i for i, row in enumerate(reversed(rows)) if row.status == "keep"), len(rows))
-
-def remeasured(loop: Loop) -> dict[str, Any]:
-    """The noise of one run, and the kept script against the baseline by all their runs: the sum of gains alone is
-    flattered by the luck for which they were kept."""
-    if not (kept := loop.kept()):
-        return {"noise_bpb": None, "gain_by_all_runs": None}
-    last, hardware = kept[-1][0], kept[-1][1].hardware
-    scores = {commit: loop.scores(commit, hardware) for commit, row in kept if row.hardware == hardware}
-    return {"noise_bpb": pooled_noise(list(scores.values()))[0],
-            "gain_by_all_runs": fmean(next(iter(scores.values()))) - fmean(scores[last])}
 
 def plot(rows: list[Row], root: Path) -> str | None:
     """Writes progress.png: every score, the kept ones named, and the running best. None without scores."""
@@ -97,8 +89,8 @@ def plot(rows: list[Row], root: Path) -> str | None:
         axes.annotate(row.description[:LABEL_CHARS], (i, row.val_bpb), rotation=30, fontsize=7, xytext=(4, 4),
                       textcoords="offset points")
     span = max(best) - min(best) or 0.01
-    axes.set_ylim(min(best) - 0.1 * span, max(best) + 0.6 * span)  # one failed idea must not flatten the rest
-    axes.set(xlabel="experiment", ylabel="val_bpb", title=f"{len(rows)} experiments, {len(kept)} kept")
+    axes.set(xlabel="experiment", ylabel="val_bpb", title=f"{len(rows)} experiments, {len(kept)} kept",
+             ylim=(min(best) - 0.1 * span, max(best) + 0.6 * span))  # one failed idea must not flatten the rest
     axes.legend()
     figure.savefig(root / "progress.png", dpi=100, bbox_inches="tight")
     pyplot.close(figure)
@@ -111,10 +103,9 @@ def promote_command(args: argparse.Namespace) -> int:
         loop.baseline(args.gpu)
         while len(logs := script_logs(loop, tip)) < args.seeds:
             outcome = loop.run_once(tip, args.gpu)
-            if outcome.status != "ok":
-                raise ValueError(f"the kept script ends with {outcome.status} ({outcome.reason}); see {loop.tail(tip)}")
             if len(script_logs(loop, tip)) == len(logs):
-                raise ValueError(f"{loop.state.script} wrote no OUTPUT_DIR/logs/*.txt, which a record needs")
+                raise ValueError(f"a run of {loop.state.script} ended with {outcome.status} ({outcome.reason}) and wrote "
+                                 f"no OUTPUT_DIR/logs/*.txt that a record can use; see {loop.tail(tip)}")
     return golf_cli.main(["new", args.track, args.name, "--author", args.author, "--github-id", args.github_id,
                           "--blurb", args.blurb, "--logs", *map(str, logs), *["--json"] * args.json,
                           *(["--records", str(args.records)] if args.records else [])])

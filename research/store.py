@@ -10,16 +10,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from golf.cli import write_file
-
 FOLDER, RESULTS = ".research", "results.tsv"
 SHORT = 10  # characters of a commit in tables and folder names
-STATUSES = ("keep", "discard", "crash", "timeout", "nan", "oversize", "invalid")
 
 @dataclass
 class State:
     """What `start` fixed for the whole session."""
-
     tag: str
     script: str
     command: list[str]
@@ -29,14 +25,9 @@ class State:
     links: list[str] = field(default_factory=list)  # untracked paths that runs need
     data: dict[str, str] = field(default_factory=dict)  # fingerprints
 
-    @property
-    def branch(self) -> str:
-        return f"research/{self.tag}"
-
 @dataclass(frozen=True)
 class Row:
     """One experiment. The first five columns are the classic ones."""
-
     commit: str
     val_bpb: float  # mean over its runs; 0 when it has no score
     memory_gb: float
@@ -54,9 +45,6 @@ COLUMNS = {item.name: {"float": float, "int": int, "str": str}[item.type] for it
 
 def one_line(text: str) -> str:
     return " ".join(text.split())
-
-def save_state(root: Path, state: State) -> None:
-    write_file(root / FOLDER / "state.json", json.dumps(asdict(state), indent=1) + "\n")
 
 def load_state(root: Path) -> State:
     path = root / FOLDER / "state.json"
@@ -88,15 +76,16 @@ def append_line(path: Path, line: str) -> None:
 def whole_lines(path: Path) -> list[str]:
     return path.read_bytes().decode("utf-8", errors="replace").split("\n")[:-1] if path.exists() else []
 
-def append_row(path: Path, row: Row) -> None:
+def append_row(root: Path, row: Row) -> None:
+    path = root / RESULTS
     if not whole_lines(path):
         append_line(path, "\t".join(COLUMNS))
     values = [round(value, 6) if isinstance(value, float) else value for value in asdict(row).values()]
     append_line(path, "\t".join(one_line(str(value)) for value in values))
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(root: Path) -> list[Row]:
     """All rows, also those with the classic five columns only. Raises ValueError for a line that is none."""
-    rows = []
+    rows, path = [], root / RESULTS
     for number, line in enumerate(whole_lines(path)[1:], 2):
         try:
             rows.append(Row(*(kind(text) for kind, text in zip(COLUMNS.values(), line.split("\t")))))

@@ -19,16 +19,11 @@ from research.store import State
 MARK = "RESEARCH_RUN"  # environment variable by which a run's processes are found, whatever session they are in
 GRACE_SECONDS = 10.0  # between TERM and KILL
 LOG_BYTES = 64 * 2**20  # more output than this ends a run: it would fill the disk
-TAIL_LINES, TAIL_WIDTH = 100, 300  # torchrun alone ends with some fifty lines of its own
 CAUSE = re.compile(r"(?m)^(?:\[rank\d+\]: ?)?((?:[\w.]+(?:Error|Exception)|error): .{1,200})")  # the first one named
-
-class Stopped(Exception):  # noqa: N818 - no error: the loop was asked to end
-    """The loop was told to stop while a process ran; the process is gone."""
 
 @dataclass(frozen=True)
 class Outcome:
     """One finished run; status is ok, crash, timeout, nan, oversize or invalid."""
-
     status: str
     reason: str
     val_bpb: float = 0.0
@@ -39,12 +34,9 @@ class Outcome:
 
 def run_process(command: Sequence[str], cwd: Path, environment: Mapping[str, str], log: Path, limit_seconds: float,
                 stop: Event, stdin: Path = Path(os.devnull)) -> int | None:
-    """Exit status, or None when it ran or wrote too long; all output goes to `log`.
-
-    Whatever way it ends, no process of the run is left, also none that ignores TERM or left the process group (torchrun
-    gives each worker a session of its own). Raises Stopped when `stop` is set, and ValueError when the command cannot
-    be started.
-    """
+    """Exit status, or None when it ran or wrote too long; all output goes to `log`. No process of the run is left, also
+    none that ignores TERM or left the process group (torchrun gives each worker a session of its own). Raises
+    KeyboardInterrupt when `stop` is set, and ValueError when the command cannot be started."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output, stdin.open("rb") as given:
         try:
@@ -54,14 +46,10 @@ def run_process(command: Sequence[str], cwd: Path, environment: Mapping[str, str
             raise ValueError(f"{command[0]!r} cannot be started ({error.strerror}); correct the command") from None
     deadline = time.monotonic() + limit_seconds
     try:
-        while process.poll() is None:
-            if stop.is_set():
-                raise Stopped
-            if time.monotonic() > deadline or log.stat().st_size > LOG_BYTES:
-                return None
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.05)
-        return process.returncode
+        while (code := process.poll()) is None and time.monotonic() < deadline and log.stat().st_size < LOG_BYTES:
+            if stop.wait(0.05):
+                raise KeyboardInterrupt
+        return code
     finally:
         end_processes(log.parent)
         process.kill()  # where there is no /proc
@@ -92,9 +80,6 @@ def read_text(log: Path) -> str:
     """A log with progress bars' carriage returns as line ends, so that every line starts at column 0."""
     return log.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
 
-def tail(log: Path) -> str:
-    return "\n".join(line[:TAIL_WIDTH] for line in read_text(log).rstrip().split("\n")[-TAIL_LINES:])
-
 def judge(code: int | None, text: str, state: State) -> Outcome:
     """What a run's exit status (None: over the limit) and output mean. Exit codes 3 and 4 are the script's own for a
     loss that is not finite and for too many bytes; torchrun hides them in its table of failures."""
@@ -106,24 +91,20 @@ def judge(code: int | None, text: str, state: State) -> Outcome:
         bpb = float(log.summary.get("val_bpb", 0))
     except ValueError as error:
         return Outcome("crash", f"summary not readable: {error}")
-    codes = {code, *map(int, re.findall(r"exitcode\s*:\s*(-?\d+)", text))}
-    status, reason = classify(codes, bpb, log, text, state)
-    return Outcome(status, reason, bpb if status == "ok" else 0.0, log.train_seconds or 0.0, log.steps_done or 0,
-                   log.total_bytes or 0, log.peak_memory_mib or 0)
-
-def classify(codes: set[int], bpb: float, log: Log, text: str, state: State) -> tuple[str, str]:
-    """Status and reason: the first of these that holds."""
-    if 3 in codes or not all(map(math.isfinite, [bpb, *(step[1] for step in log.steps)])):
-        return "nan", "the loss or the score is not finite"
-    if 4 in codes or (log.total_bytes or 0) > state.cap_bytes:
-        return "oversize", f"{log.total_bytes or 'too many'} bytes, at most {state.cap_bytes} may be used"
-    if codes != {0}:
-        cause = CAUSE.search(text)
-        return "crash", f"exit status {', '.join(map(str, sorted(codes - {0})))}{': ' + cause[1] if cause else ''}"
-    if bpb <= 0:
-        return "crash", "no line 'val_bpb: NUMBER', above 0, after a line '---'"
-    if log.valid is False:
-        return "invalid", f"the script says valid: {log.summary['valid']}"
-    if (log.train_seconds or 0) > 1.03 * state.budget + 2:  # a step that begins in time may end after it
-        return "invalid", f"trained {log.train_seconds:.1f} s, the budget is {state.budget:g} s"
-    return "ok", "finished"
+    codes, cause = {code, *map(int, re.findall(r"exitcode\s*:\s*(-?\d+)", text))}, CAUSE.search(text)
+    failed = f"exit status {', '.join(map(str, sorted(codes - {0})))}{': ' + cause[1] if cause else ''}"
+    seconds, total_bytes = log.train_seconds or 0.0, log.total_bytes or 0
+    verdicts = [  # the first that holds counts
+        (3 in codes or not all(map(math.isfinite, [bpb, *(step[1] for step in log.steps)])),
+         "nan", "the loss or the score is not finite"),
+        (4 in codes or total_bytes > state.cap_bytes,
+         "oversize", f"{total_bytes or 'too many'} bytes, at most {state.cap_bytes} may be used"),
+        (codes != {0}, "crash", failed),
+        (bpb <= 0, "crash", "no line 'val_bpb: NUMBER', above 0, after a line '---'"),
+        (log.valid is False, "invalid", f"the script says valid: {log.summary.get('valid')}"),
+        (seconds > 1.03 * state.budget + 2,  # a step that begins in time may end after it
+         "invalid", f"trained {seconds:.1f} s, the budget is {state.budget:g} s"),
+        (True, "ok", "finished")]
+    status, reason = next((status, reason) for holds, status, reason in verdicts if holds)
+    return Outcome(status, reason, bpb if status == "ok" else 0.0, seconds, log.steps_done or 0, total_bytes,
+                   log.peak_memory_mib or 0)

@@ -43,7 +43,7 @@ def test_start_makes_branch_baseline_and_table(session):
     lines = whole_lines(session / "results.tsv")
     assert lines[0].split("\t") == list(COLUMNS) and tuple(COLUMNS)[:5] == ("commit", "val_bpb", "memory_gb", "status",
                                                                      "description")
-    (row,) = read_rows(session / "results.tsv")
+    (row,) = read_rows(session)
     assert (row.status, row.description, row.seeds) == ("keep", "baseline", "1337,1338")
     assert (row.steps, row.memory_gb) == (10, 2.0)
     assert "torch" in row.hardware and row.bytes == 15_000_000 and re.search(r"noise 0\.0\d+", row.reason)
@@ -188,7 +188,7 @@ def test_other_hardware_gets_its_own_baseline(session, capsys, monkeypatch):
     monkeypatch.setattr("research.guard.hardware", lambda gpu: "2 x Other")
     edit(session, LEVEL=1.1)
     assert cli.main(["run", "-d", "elsewhere"]) == 0
-    rows = read_rows(session / "results.tsv")
+    rows = read_rows(session)
     assert [(row.description, row.hardware == "2 x Other") for row in rows] == [
         ("baseline", False), ("baseline", True), ("elsewhere", True)]
 
@@ -221,7 +221,7 @@ def test_one_loop_per_folder_and_two_side_by_side(session, capsys, monkeypatch):
         loops.append(subprocess.Popen(auto, cwd=place, env=research_kills.environment(), stdout=subprocess.DEVNULL))
     assert [loop.wait(60) for loop in loops] == [0, 0]
     for place in (session, second):
-        assert len(read_rows(place / "results.tsv")) == 4
+        assert len(read_rows(place)) == 4
         assert git(place, "status", "--porcelain", "--untracked-files=no") == ""
     assert_in_order(session)
 
@@ -230,7 +230,7 @@ def test_agent_gets_protocol_history_and_failures(session, capsys):
     assert cli.main(["auto", "--agent", f"{AGENT} behaviour=crash", "--iterations", "1"]) == 0
     assert cli.main(["auto", "--agent", f"{AGENT} metric", "--iterations", "1"]) == 0
     assert cli.main(["auto", "--agent", f"{AGENT} other gain=0.02", "--iterations", "1"]) == 0
-    assert [(row.status, row.description) for row in read_rows(session / "results.tsv")][1:] == [
+    assert [(row.status, row.description) for row in read_rows(session)][1:] == [
         ("crash", "behaviour crash"), ("invalid", "metric"), ("invalid", "other gain 0.02")]
     prompts = [path.read_text() for path in sorted((session / ".research/runs/agent").glob("*/prompt.md"))]
     assert "The protocol" in prompts[0] and "RuntimeError: the candidate is broken" in prompts[1]
@@ -240,26 +240,26 @@ def test_agent_gets_protocol_history_and_failures(session, capsys):
 
 def test_any_command_is_an_agent(session):
     assert cli.main(["auto", "--agent", "sed -i 's/^LEVEL = 1.0/LEVEL = 0.9/' train_gpt.py", "--iterations", "1"]) == 0
-    row = read_rows(session / "results.tsv")[-1]
+    row = read_rows(session)[-1]
     assert (row.status, row.description) == ("keep", "LEVEL = 0.9")
 
 
 def test_agent_that_fails_or_repeats_itself_ends_the_loop(session, capsys):
     assert "5 calls in a row brought no proposal" in error_of(capsys, "auto", "--agent", "false")
     assert "the agent's script is that of " in error_of(capsys, "auto", "--agent", f"{AGENT} same")
-    assert len(read_rows(session / "results.tsv")) == 1
+    assert len(read_rows(session)) == 1
 
 
 @pytest.mark.parametrize("limit", [("--target", "0.97"), ("--plateau", "2"), ("--iterations", "2")])
 def test_limits(session, limit, capsys):
     edits = "gain=0.05" if limit[0] == "--target" else "gain=-0.05"
     assert cli.main(["auto", "--agent", f"{AGENT} {edits}", *limit]) == 0
-    assert len(read_rows(session / "results.tsv")) - 1 == (1 if limit[0] == "--target" else 2)
+    assert len(read_rows(session)) - 1 == (1 if limit[0] == "--target" else 2)
 
 
 def test_several_slots_keep_one_history(session, capsys):
     assert cli.main(["auto", "--agent", f"{AGENT} gain=0.03", "--gpus", "0,1", "--iterations", "5"]) == 0
-    rows = read_rows(session / "results.tsv")
+    rows = read_rows(session)
     assert sum(row.status == "keep" for row in rows) >= 4 and len(rows) >= 6
     assert {path.name for path in (session / ".research/work").iterdir()} == {"0", "1"}
     assert_in_order(session)
@@ -288,7 +288,7 @@ def test_an_interrupt_ends_cleanly(session, number):
     wait_until(lambda: trial.marked(session / ".research"))
     process.send_signal(number)
     assert process.wait(20) == 130 and "interrupted" in process.stderr.read()
-    assert read_rows(session / "results.tsv")[-1].reason == "interrupted"
+    assert read_rows(session)[-1].reason == "interrupted"
     assert_in_order(session)
 
 
@@ -323,9 +323,9 @@ def test_a_worktree_without_git_never_reaches_the_users_repository(session):
 def test_a_torn_last_line_is_not_a_row(session):
     with (session / "results.tsv").open("a") as f:
         f.write("abc1234\t0.9")
-    assert len(read_rows(session / "results.tsv")) == 1
+    assert len(read_rows(session)) == 1
     append_line(session / "results.tsv", "\t".join(["abc1234", "0.900000", "1.0", "discard", "classic row"]))
-    assert [row.description for row in read_rows(session / "results.tsv")] == ["baseline", "classic row"]
+    assert [row.description for row in read_rows(session)] == ["baseline", "classic row"]
 
 
 # -- history, report, promote ------------------------------------------------------------------------------------------
@@ -372,4 +372,4 @@ def test_promote_makes_a_checked_record_folder(session, capsys, tmp_path):
     cli.main(["promote", *options, "--seeds", "2", "--records", str(tmp_path / "records")])
     (folder,) = (tmp_path / "records").glob("track_*/*_Found")
     assert (folder / "train_gpt.py").read_text() == script and "made " in capsys.readouterr().out
-    assert "wrote no OUTPUT_DIR/logs" in error_of(capsys, "promote", *options)
+    assert "and wrote no OUTPUT_DIR/logs" in error_of(capsys, "promote", *options)

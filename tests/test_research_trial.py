@@ -9,7 +9,7 @@ import pytest
 
 from research import trial
 from research.store import State
-from research.trial import Stopped, judge, marked, run_process
+from research.trial import judge, marked, run_process
 
 STATE = State("tag", "train_gpt.py", [], budget=300, limit=600)
 IGNORE_TERM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -108,7 +108,7 @@ def test_others_are_left_alone(run, tmp_path):
 def test_stop_ends_a_run(run, tmp_path):
     stop = Event()
     Timer(0.3, stop.set).start()
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         run("import time; time.sleep(60)", stop=stop)
     assert marked(tmp_path / "run") == []
 
