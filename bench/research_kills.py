@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from research.loop import Loop  # noqa: E402
-from research.store import locked, whole_lines  # noqa: E402
+from research.store import SHORT, locked, whole_lines  # noqa: E402
 from research.trial import marked  # noqa: E402
 
 TRAINER, AGENT = ROOT / "tests/research_trainer.py", ROOT / "tests/research_agent.py"
@@ -87,15 +87,16 @@ def one_kill(folder: Path, rng: random.Random) -> str:
 
 def problems(folder: Path, before: list[str]) -> list[str]:
     """What is wrong after recovery; `before` are the lines of results.tsv before the kill."""
+    time.sleep(0.1)  # a child that the killed loop was just starting may still hold its lock
     with locked(folder):
-        loop = Loop(folder, lambda text: None)
+        loop = Loop(folder)
         loop.recover()
     lines, rows, tried = whole_lines(folder / "results.tsv"), loop.rows(), loop.repo.tried()
     found = []
     if lines[:len(before)] != before:
         found.append("earlier rows changed")
-    counts = Counter(commit for row in rows for commit in tried.values() if commit.startswith(row.commit))
-    found += [f"{commit[:7]} has {counts[commit]} rows" for commit in tried.values() if counts[commit] != 1]
+    counts = Counter(row.commit for row in rows)
+    found += [f"{commit} has {counts[commit[:SHORT]]} rows" for commit in tried.values() if counts[commit[:SHORT]] != 1]
     found += [] if len(tried) == len(rows) else [f"{len(tried)} commits but {len(rows)} rows"]
     kept = [row.commit for row in rows if row.status == "keep"]
     if kept and not loop.repo.tip().startswith(kept[-1]):
@@ -105,8 +106,9 @@ def problems(folder: Path, before: list[str]) -> list[str]:
         expected.add(" M train_gpt.py")
     found += [f"tree: {line}" for line in git(folder, "status", "--porcelain").splitlines() if line not in expected]
     found += [f"{name} changed" for name, text in USER_FILES.items() if (folder / name).read_text() != text]
-    found += [f"lock left: {path}" for path in (folder / ".git").rglob("*.lock")]
-    found += [f"process {pid} left" for pid in marked(str(folder / ".research"))]
+    # A lock in the entry of one of the loop's own worktrees goes with it: each run makes its worktree anew.
+    found += [f"lock left: {path}" for path in (folder / ".git").rglob("*.lock") if "worktrees" not in path.parts]
+    found += [f"process {pid} left" for pid in marked(folder / ".research")]
     return found
 
 

@@ -16,31 +16,29 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from research.decide import STANDARD, Rule, Spread, decide, spread  # noqa: E402
+from research import decide as rule  # noqa: E402
 
 NOISE = 0.002  # bpb, standard deviation of one run
 
 
-def night(gains: list[float], rng: random.Random, rule: Rule = STANDARD,
-          noise: float = NOISE) -> tuple[list[float], int]:
+def night(gains: list[float], rng: random.Random, noise: float = NOISE) -> tuple[list[float], int]:
     """The true gains of the candidates kept, in order, and the number of runs."""
-    level, kept, runs, ancestors = 1.0, [], 2, Spread()
+    level, kept, runs, ancestors = 1.0, [], 2, []
     incumbent = [rng.gauss(level, noise) for _ in range(2)]
     for gain in gains:
         candidate = [rng.gauss(level - gain, noise)]
-        while (verdict := decide(incumbent, candidate, ancestors, rule=rule)).action.startswith("run"):
+        while (verdict := rule.decide(incumbent, candidate, ancestors)).action.startswith("run"):
             if verdict.action == "run candidate":
                 candidate.append(rng.gauss(level - gain, noise))
             else:
                 incumbent.append(rng.gauss(level, noise))
                 runs += 1
         runs += len(candidate)
-        assert len(candidate) <= rule.most_runs, "a candidate ran too often"
+        assert len(candidate) <= rule.MOST_RUNS, "a candidate ran too often"
         if verdict.action == "keep":
             kept.append(gain)
             level -= gain
-            old = spread([incumbent])
-            ancestors = Spread(ancestors.squares + old.squares, ancestors.freedom + old.freedom)
+            ancestors.append(incumbent)
             incumbent = candidate
     return kept, runs
 
@@ -69,7 +67,7 @@ def main() -> int:
                             check=False).stdout.strip()
     result = {"command": " ".join(["python", "bench/research_nights.py", *sys.argv[1:]]), "commit": commit,
               "machine": f"{platform.system()} {platform.machine()}", "python": platform.python_version(),
-              "rule": vars(STANDARD),
+              "rule": {"k": rule.K, "most_runs": rule.MOST_RUNS, "most_incumbent_runs": rule.MOST_INCUMBENT_RUNS},
               "only no-ops": campaign(args.nights, args.seed, 50, 0),
               "gains among no-ops": campaign(args.nights, args.seed, 90, 10),
               "half as large": campaign(args.nights, args.seed, 90, 10, 0.002),

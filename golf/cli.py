@@ -20,9 +20,9 @@ def build_parser() -> argparse.ArgumentParser:
         importlib.import_module(f"golf.{name}").add_parser(subparsers)
     return parser
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; errors of the user become one line on stderr and status 2."""
-    args = build_parser().parse_args(arguments)
+def main(arguments: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    """Runs one command, of another parser if given; errors of the user become one line on stderr and status 2."""
+    args = (parser or build_parser()).parse_args(arguments)
     try:
         return args.run(args)
     except BrokenPipeError:  # the reader, such as head, has seen enough

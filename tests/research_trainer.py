@@ -12,7 +12,6 @@ NOISE = 0.0
 SLEEP = 0.0
 BEHAVIOUR = "fine"
 MATRIX_LR = 0.02  # [0.001, 0.1]
-EMBED_LR = float(os.environ.get("EMBED_LR", "0.6"))
 
 
 def val_bpb(seed):

@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
 
 import research_nights
 
-from research.decide import STANDARD, Rule, Spread, decide, in_errors, spread, t_bound
+from research.decide import MOST_INCUMBENT_RUNS, MOST_RUNS, decide, in_errors, pooled_noise, t_bound
 
-CALM = Spread(squares=0.002**2 * 40, freedom=40)  # 40 earlier degrees of freedom with a noise of 0.002
+CALM = [[1 - 0.002 / math.sqrt(2), 1 + 0.002 / math.sqrt(2)]] * 40  # earlier runs with a noise of 0.002
 INCUMBENT = [1.001, 0.999, 1.002, 0.998] * 3
 
 
@@ -30,9 +30,9 @@ def test_nothing_is_kept_with_two_degrees_of_freedom():
     assert decide([1.0, 1.0001], [0.5]).action.startswith("run")
 
 
-def test_spread_pools_within_groups():
-    assert spread([[1, 3], [10, 10, 13], [7]]) == Spread(2 + 6, 3)
-    assert spread([[1], []]).noise is None and Spread(8, 2).noise == 2
+def test_noise_is_pooled_within_groups():
+    assert pooled_noise([[1, 3], [10, 10, 13], [7]]) == (math.sqrt((2 + 6) / 3), 3)
+    assert pooled_noise([[1], []]) == (0, 0) and pooled_noise(CALM) == (pytest.approx(0.002), 40)
 
 
 def test_errors_without_noise():
@@ -53,12 +53,6 @@ def test_one_run_never_suffices():
 def test_a_promising_candidate_lets_the_incumbent_run_too():
     assert decide([1.001, 0.999], [0.996], CALM).action == "run incumbent"
     assert decide(INCUMBENT, [0.996], CALM).action == "run candidate"
-
-
-def test_k_moves_the_bound():
-    runs = [0.9985] * 5  # 1.1 standard errors
-    assert decide(INCUMBENT, runs, CALM).action == "discard"
-    assert decide(INCUMBENT, runs, CALM, rule=Rule(k=1.0)).action == "keep"
 
 
 def test_unstable_candidate_is_not_kept_and_its_noise_is_its_own():
@@ -87,10 +81,10 @@ def test_small_losses_of_smaller_scripts_do_not_add_up():
 def test_always_answers_and_ends(incumbent, candidate, saved):
     verdict = decide(incumbent, candidate, bytes_saved=saved)
     assert verdict.gain == pytest.approx(math.fsum(incumbent) / len(incumbent) - math.fsum(candidate) / len(candidate))
-    if len(candidate) == STANDARD.most_runs:
+    if len(candidate) == MOST_RUNS:
         assert verdict.action in ("keep", "discard")
     if verdict.action == "run incumbent":
-        assert len(incumbent) < STANDARD.most_incumbent_runs
+        assert len(incumbent) < MOST_INCUMBENT_RUNS
     if verdict.action == "keep":
         assert len(candidate) >= 2
 

@@ -23,7 +23,7 @@ from research_helpers import (  # noqa: F401 - fixtures
 )
 
 from research import cli, trial
-from research.loop import Loop, Slot
+from research.loop import Loop
 from research.store import COLUMNS, append_line, read_rows, whole_lines
 
 # ruff: noqa: F811 - fixtures are parameters too
@@ -41,10 +41,10 @@ def assert_in_order(folder, status_lines=("?? user.txt",)):
 
 def test_start_makes_branch_baseline_and_table(session):
     lines = whole_lines(session / "results.tsv")
-    assert lines[0].split("\t") == list(COLUMNS) and COLUMNS[:5] == ("commit", "val_bpb", "memory_gb", "status",
+    assert lines[0].split("\t") == list(COLUMNS) and tuple(COLUMNS)[:5] == ("commit", "val_bpb", "memory_gb", "status",
                                                                      "description")
-    (row,) = read_rows(session / "results.tsv")
-    assert (row.status, row.description, row.seed) == ("keep", "baseline", "1337,1338")
+    (row,) = read_rows(session)
+    assert (row.status, row.description, row.seeds) == ("keep", "baseline", "1337,1338")
     assert (row.steps, row.memory_gb) == (10, 2.0)
     assert "torch" in row.hardware and row.bytes == 15_000_000 and re.search(r"noise 0\.0\d+", row.reason)
     assert git(session, "symbolic-ref", "--short", "HEAD") == "research/night"
@@ -54,7 +54,7 @@ def test_start_makes_branch_baseline_and_table(session):
 
 def test_start_refuses(folder, capsys):
     assert "tag 'a b'" in error_of(capsys, "start", "a b")
-    assert "--script no.py: no such file" in error_of(capsys, "start", "x", "--script", "no.py")
+    assert "--script no.py: no such path" in error_of(capsys, "start", "x", "--script", "no.py")
     assert "--link /tmp: no such path below" in error_of(capsys, "start", "x", "--link", "/tmp")
     assert "0 < budget <= limit" in error_of(capsys, "start", "x", "--budget", "9", "--limit", "3")
     (folder / "helper.py").write_text("CHANGED = 1\n")
@@ -62,7 +62,7 @@ def test_start_refuses(folder, capsys):
     git(folder, "checkout", "helper.py")
     assert "no research session" in error_of(capsys, "run", "-d", "x")
     assert cli.main([*START]) == 0
-    assert "session night is under way" in error_of(capsys, "start", "other")
+    assert "a session is under way" in error_of(capsys, "start", "other")
 
 
 def test_start_with_a_script_that_fails_says_why(folder, capsys):
@@ -99,8 +99,8 @@ def test_a_true_gain_is_kept(session, capsys):
     edit(session, LEVEL=0.98)
     status, row = run_json(capsys, "run", "-d", "level\t1.0 -> 0.98")
     assert (status, row["status"], row["description"]) == (0, "keep", "level 1.0 -> 0.98")
-    assert row["gain"] == pytest.approx(0.02, abs=0.006) and row["seed"].count(",") >= 1
-    assert git(session, "rev-parse", "--short=7", "HEAD") == row["commit"]
+    assert row["gain"] == pytest.approx(0.02, abs=0.006) and row["seeds"].count(",") >= 1
+    assert git(session, "rev-parse", "HEAD").startswith(row["commit"])
     assert_in_order(session)
 
 
@@ -118,10 +118,10 @@ def test_everything_else_goes_back(session, capsys, expected):
     assert (session / "train_gpt.py").read_bytes() == before
     loop = Loop(session)
     assert loop.repo.source(loop.repo.tried()[1]) == tried
-    assert not list((session / ".research/runs/0001").glob("**/weights.bin"))
+    assert not list((session / ".research/runs").glob("**/weights.bin"))
     assert_in_order(session)
     if expected == "crash":
-        assert "the candidate is broken" in loop.tail(1)
+        assert "the candidate is broken" in loop.tail(row["commit"])
 
 
 def test_debris_of_a_candidate_stays_out_of_the_tree(session):
@@ -168,7 +168,7 @@ def test_run_refuses_what_was_tried_or_not_changed(session, capsys):
     edit(session, LEVEL=1.1)
     cli.main(["run", "-d", "worse"])
     edit(session, LEVEL=1.1)
-    assert "was tried as experiment 1" in error_of(capsys, "run", "-d", "again")
+    assert "was tried as " in error_of(capsys, "run", "-d", "again")
 
 
 def test_edits_made_during_a_run_stay(session, monkeypatch):
@@ -188,7 +188,7 @@ def test_other_hardware_gets_its_own_baseline(session, capsys, monkeypatch):
     monkeypatch.setattr("research.guard.hardware", lambda gpu: "2 x Other")
     edit(session, LEVEL=1.1)
     assert cli.main(["run", "-d", "elsewhere"]) == 0
-    rows = read_rows(session / "results.tsv")
+    rows = read_rows(session)
     assert [(row.description, row.hardware == "2 x Other") for row in rows] == [
         ("baseline", False), ("baseline", True), ("elsewhere", True)]
 
@@ -208,7 +208,6 @@ def test_data_folder_is_linked_into_the_runs(folder, capsys):
 # -- loops -------------------------------------------------------------------------------------------------------------
 
 def test_one_loop_per_folder_and_two_side_by_side(session, capsys, monkeypatch):
-    monkeypatch.setattr("research.store.LOCK_SECONDS", 0.1)
     with research_kills.locked(session):
         assert "another loop works in" in error_of(capsys, "run", "-d", "x")
     git(session, "worktree", "add", "-q", "../second", "HEAD")
@@ -222,7 +221,7 @@ def test_one_loop_per_folder_and_two_side_by_side(session, capsys, monkeypatch):
         loops.append(subprocess.Popen(auto, cwd=place, env=research_kills.environment(), stdout=subprocess.DEVNULL))
     assert [loop.wait(60) for loop in loops] == [0, 0]
     for place in (session, second):
-        assert len(read_rows(place / "results.tsv")) == 4
+        assert len(read_rows(place)) == 4
         assert git(place, "status", "--porcelain", "--untracked-files=no") == ""
     assert_in_order(session)
 
@@ -231,7 +230,7 @@ def test_agent_gets_protocol_history_and_failures(session, capsys):
     assert cli.main(["auto", "--agent", f"{AGENT} behaviour=crash", "--iterations", "1"]) == 0
     assert cli.main(["auto", "--agent", f"{AGENT} metric", "--iterations", "1"]) == 0
     assert cli.main(["auto", "--agent", f"{AGENT} other gain=0.02", "--iterations", "1"]) == 0
-    assert [(row.status, row.description) for row in read_rows(session / "results.tsv")][1:] == [
+    assert [(row.status, row.description) for row in read_rows(session)][1:] == [
         ("crash", "behaviour crash"), ("invalid", "metric"), ("invalid", "other gain 0.02")]
     prompts = [path.read_text() for path in sorted((session / ".research/runs/agent").glob("*/prompt.md"))]
     assert "The protocol" in prompts[0] and "RuntimeError: the candidate is broken" in prompts[1]
@@ -241,38 +240,38 @@ def test_agent_gets_protocol_history_and_failures(session, capsys):
 
 def test_any_command_is_an_agent(session):
     assert cli.main(["auto", "--agent", "sed -i 's/^LEVEL = 1.0/LEVEL = 0.9/' train_gpt.py", "--iterations", "1"]) == 0
-    row = read_rows(session / "results.tsv")[-1]
+    row = read_rows(session)[-1]
     assert (row.status, row.description) == ("keep", "LEVEL = 0.9")
 
 
 def test_agent_that_fails_or_repeats_itself_ends_the_loop(session, capsys):
     assert "5 calls in a row brought no proposal" in error_of(capsys, "auto", "--agent", "false")
-    assert "that of experiment 0" in error_of(capsys, "auto", "--agent", f"{AGENT} same")
-    assert len(read_rows(session / "results.tsv")) == 1
+    assert "the agent's script is that of " in error_of(capsys, "auto", "--agent", f"{AGENT} same")
+    assert len(read_rows(session)) == 1
 
 
 @pytest.mark.parametrize("limit", [("--target", "0.97"), ("--plateau", "2"), ("--iterations", "2")])
 def test_limits(session, limit, capsys):
     edits = "gain=0.05" if limit[0] == "--target" else "gain=-0.05"
     assert cli.main(["auto", "--agent", f"{AGENT} {edits}", *limit]) == 0
-    assert len(read_rows(session / "results.tsv")) - 1 == (1 if limit[0] == "--target" else 2)
+    assert len(read_rows(session)) - 1 == (1 if limit[0] == "--target" else 2)
 
 
 def test_several_slots_keep_one_history(session, capsys):
     assert cli.main(["auto", "--agent", f"{AGENT} gain=0.03", "--gpus", "0,1", "--iterations", "5"]) == 0
-    rows = read_rows(session / "results.tsv")
+    rows = read_rows(session)
     assert sum(row.status == "keep" for row in rows) >= 4 and len(rows) >= 6
     assert {path.name for path in (session / ".research/work").iterdir()} == {"0", "1"}
     assert_in_order(session)
 
 
 def test_a_gain_over_a_commit_that_is_no_longer_the_tip_is_tried_again_on_it(session):
-    loop, slot = Loop(session, lambda text: None), Slot("0")
+    loop = Loop(session)
     base = loop.repo.tip()
     source = loop.repo.source(base)
     better = [source.replace(b"LEVEL = 1.0\n", b"LEVEL = 0.95\n"), source.replace(b"_LR = 0.02", b"_LR = 0.03"),
               source.replace(b"LEVEL = 1.0\n", b"LEVEL = 0.94\n")]
-    rows = [loop.experiment(slot, base, text, f"idea {i}") for i, text in enumerate(better)]
+    rows = [loop.experiment(None, base, text, f"idea {i}") for i, text in enumerate(better)]
     assert [(row.status, row.description) for row in rows] == [
         ("keep", "idea 0"), ("keep", "idea 1 (on a newer keep)"), ("discard", "idea 2")]
     assert rows[2].reason.startswith("conflicts with a newer keep: gain +0.0")
@@ -286,10 +285,10 @@ def test_an_interrupt_ends_cleanly(session, number):
     edit(session, SLEEP=30.0)
     process = subprocess.Popen(research_kills.command("run", "-d", "long"), cwd=session, text=True,
                                env=research_kills.environment(), stderr=subprocess.PIPE)
-    wait_until(lambda: trial.marked(str(session / ".research")))
+    wait_until(lambda: trial.marked(session / ".research"))
     process.send_signal(number)
     assert process.wait(20) == 130 and "interrupted" in process.stderr.read()
-    assert read_rows(session / "results.tsv")[-1].reason == "interrupted"
+    assert read_rows(session)[-1].reason == "interrupted"
     assert_in_order(session)
 
 
@@ -324,18 +323,18 @@ def test_a_worktree_without_git_never_reaches_the_users_repository(session):
 def test_a_torn_last_line_is_not_a_row(session):
     with (session / "results.tsv").open("a") as f:
         f.write("abc1234\t0.9")
-    assert len(read_rows(session / "results.tsv")) == 1
+    assert len(read_rows(session)) == 1
     append_line(session / "results.tsv", "\t".join(["abc1234", "0.900000", "1.0", "discard", "classic row"]))
-    assert [row.description for row in read_rows(session / "results.tsv")] == ["baseline", "classic row"]
+    assert [row.description for row in read_rows(session)] == ["baseline", "classic row"]
 
 
 # -- history, report, promote ------------------------------------------------------------------------------------------
 
 def write_rows(folder, count):
-    rows = ["\t".join([f"{i:07x}", f"{1 - i / 1e5:.6f}", "1.0", "discard" if i % 5 else "keep", f"idea {i}", "300.0",
+    rows = ["\t".join([f"{i:010x}", f"{1 - i / 1e5:.6f}", "1.0", "discard" if i % 5 else "keep", f"idea {i}", "300.0",
                        "100", "15000000", "machine", "1337", "+0.000100", f"reason {i}"]) for i in range(count)]
     if count > 2:
-        rows[2] = "\t".join(["0000002", "0.000000", "0.0", "crash", "broken"])
+        rows[2] = "\t".join(["0000000002", "0.000000", "0.0", "crash", "broken"])
     (folder / "results.tsv").write_text("\n".join(["\t".join(COLUMNS), *rows]) + "\n")
 
 
@@ -350,9 +349,7 @@ def test_report_and_history_of_any_length(session, capsys, count):
     if count == 1000:
         assert report["counts"]["keep"] == 200 and report["counts"]["crash"] == 1 and report["keep_rate"] == 200 / 999
         assert report["best_bpb"] == pytest.approx(1 - 995 / 1e5) and report["since_last_keep"] == 4
-        assert not report["plateau"] and len(report["top"]) == 10
-        assert len(run_json(capsys, "history", "--status", "crash")[1]) == 1
-        assert len(run_json(capsys, "history", "--search", "IDEA 77", "--last", "3")[1]) == 3
+        assert len(report["top"]) == 10 and len(run_json(capsys, "history", "--last", "3")[1]) == 3
     assert cli.main(["report"]) == 0 and cli.main(["history"]) == 0
 
 
@@ -367,11 +364,12 @@ def test_report_measures_the_gain_again(session, capsys):
 def test_promote_makes_a_checked_record_folder(session, capsys, tmp_path):
     script = (session / "train_gpt.py").read_text()
     for seed, loss in ((1337, 2.5261), (1338, 2.5275)):
-        logs = session / f".research/runs/0000/{seed}/logs"
+        (logs,) = session.glob(f".research/runs/*/{seed}")
+        logs = logs / "logs"
         logs.mkdir()
         (logs / "run.txt").write_text(gh.log_text(seed, loss, script))
     options = ("non_record", "Found", "--author", "A", "--github-id", "a", "--blurb", "Found by the loop.")
     cli.main(["promote", *options, "--seeds", "2", "--records", str(tmp_path / "records")])
     (folder,) = (tmp_path / "records").glob("track_*/*_Found")
     assert (folder / "train_gpt.py").read_text() == script and "made " in capsys.readouterr().out
-    assert "wrote no OUTPUT_DIR/logs" in error_of(capsys, "promote", *options)
+    assert "and wrote no OUTPUT_DIR/logs" in error_of(capsys, "promote", *options)
