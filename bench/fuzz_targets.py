@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import brotli
@@ -131,11 +132,10 @@ def is_one_line(error: Exception) -> bool:
 
 # -- artifacts ---------------------------------------------------------------------------------------------------------
 
-def model_state() -> dict[str, torch.Tensor]:
-    """A small model as the evaluation of the recipe holds it: tables in bf16."""
-    model = tg.build_model(conftest.settings(num_layers=1, xsa_last_n=0, ve_layers=0), tg.Operations(tg.sdpa_attention),
-                           torch.device("cpu"), torch.bfloat16)
-    return {name: t.detach().clone() for name, t in model.state_dict().items()}
+def small_model() -> tg.GPT:
+    """A model as the evaluation of the recipe holds it: tables in bf16."""
+    hp = conftest.settings(num_layers=1, xsa_last_n=0, ve_layers=0)
+    return tg.build_model(hp, tg.Operations(tg.sdpa_attention), torch.device("cpu"), torch.bfloat16)
 
 def small_content(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Its artifact's content, with every storage class, which else only large tensors have."""
@@ -156,37 +156,41 @@ def compress(raw: bytes, rng: random.Random) -> bytes:
     raw = tg.byte_shuffle(raw)
     return lzma.compress(raw, preset=0) if rng.random() < 0.3 else brotli.compress(raw, quality=1)
 
-STATE = model_state()
+MODEL = small_model()
+STATE = {name: t.clone() for name, t in MODEL.state_dict().items()}
 CONTENT = small_content(STATE)
 RAW = saved(CONTENT)
 PACKED = [brotli.compress(tg.byte_shuffle(RAW), quality=5), lzma.compress(tg.byte_shuffle(RAW), preset=6)]
 GOOD = tg.dequantize(*tg.unpack_artifact(PACKED[0]), STATE)
 assert {"int6", "int8"} <= {m["type"] for m in CONTENT["m"].values() if isinstance(m, dict)}
 
-def score_artifact(data: bytes, same: bool = False) -> str:
-    """Accepted weights fit the model and are finite; `same`: checksums leave no others than the good ones."""
+def write_artifact(folder: Path, data: bytes, same: bool = False) -> Examination:
+    (folder / "given.ptz").write_bytes(data)
+    return partial(load_artifact, folder / "given.ptz", same)
+
+def load_artifact(path: Path, same: bool) -> str:
+    """As EVAL_ONLY loads it. Accepted weights are finite; `same`: checksums leave no others than the good ones."""
+    run = SimpleNamespace(world=tg.World(), model=MODEL, source=b"", results={}, failure=None)
     try:
-        state = tg.dequantize(*tg.unpack_artifact(data), STATE)
+        tg.Run.load_artifact(run, path)
     except tg.ArtifactError as error:
         assert is_one_line(error), "an error must be one line"
         return "refused"
-    assert list(state) == list(STATE), "names differ from the model's"
-    for name, tensor in state.items():
-        assert (tensor.shape, tensor.dtype) == (STATE[name].shape, STATE[name].dtype), f"shape or dtype of {name}"
+    for name, tensor in MODEL.state_dict().items():
         assert bool(tensor.isfinite().all()), f"{name} is not finite"
         assert not same or torch.equal(tensor, GOOD[name]), f"{name} changed silently"
     return "correct"
 
-def compressed_bytes(rng: random.Random, _folder: Path) -> Examination:
+def compressed_bytes(rng: random.Random, folder: Path) -> Examination:
     data, other = rng.sample(PACKED, 2)
-    return partial(score_artifact, damage(data, rng, other), same=True)
+    return write_artifact(folder, damage(data, rng, other), same=True)
 
-def raw_bytes(rng: random.Random, _folder: Path) -> Examination:
-    return partial(score_artifact, compress(damage(RAW, rng), rng), same=True)
+def raw_bytes(rng: random.Random, folder: Path) -> Examination:
+    return write_artifact(folder, compress(damage(RAW, rng), rng), same=True)
 
-def shuffled_bytes(rng: random.Random, _folder: Path) -> Examination:
+def shuffled_bytes(rng: random.Random, folder: Path) -> Examination:
     data = damage(tg.byte_shuffle(RAW)[:rng.choice((20, 10**6))], rng)
-    return partial(score_artifact, brotli.compress(data, quality=1), same=True)
+    return write_artifact(folder, brotli.compress(data, quality=1), same=True)
 
 def members(raw: bytes) -> list[tuple[str, bytes]]:
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
@@ -199,16 +203,16 @@ def zipped(files: list[tuple[str, bytes]], method: int = zipfile.ZIP_STORED) -> 
             archive.writestr(name, data)
     return buffer.getvalue()
 
-def pickle_bytes(rng: random.Random, _folder: Path) -> Examination:
+def pickle_bytes(rng: random.Random, folder: Path) -> Examination:
     """A damaged pickle whose checksum is right."""
     files = [(name, damage(data, rng) if name.endswith("data.pkl") else data) for name, data in members(RAW)]
-    return partial(score_artifact, compress(zipped(files), rng))
+    return write_artifact(folder, compress(zipped(files), rng))
 
 ODD_NAMES = ["../escaped", "/tmp/fuzz_escaped", "archive/../../escaped", "archive/data/..", "archive/", "/",
              "x" * 60_000, "\n", "archive/data.pkl", "archive/data/0", "archive/.data/serialization_id",
              "archive/byteorder", "c:\\escaped"]
 
-def zip_members(rng: random.Random, _folder: Path) -> Examination:
+def zip_members(rng: random.Random, folder: Path) -> Examination:
     """Members renamed (out of the folder, too), doubled, dropped, damaged, added or compressed; checksums are right."""
     files = members(RAW)
     for _ in range(rng.choice((1, 1, 2))):
@@ -230,9 +234,9 @@ def zip_members(rng: random.Random, _folder: Path) -> Examination:
         if not files:
             break
     method = zipfile.ZIP_DEFLATED if rng.random() < 0.2 else zipfile.ZIP_STORED
-    return partial(score_artifact, compress(zipped(files, method), rng))
+    return write_artifact(folder, compress(zipped(files, method), rng))
 
-def zip_sizes(rng: random.Random, _folder: Path) -> Examination:
+def zip_sizes(rng: random.Random, folder: Path) -> Examination:
     """Central directory and local headers that declare other sizes and places than the members have."""
     raw = bytearray(RAW)
     spots = [m.start() + offset for m in re.finditer(rb"PK\x01\x02", RAW) for offset in (20, 24, 42)]
@@ -241,7 +245,7 @@ def zip_sizes(rng: random.Random, _folder: Path) -> Examination:
     for spot in rng.sample(spots, rng.choice((1, 1, 2, 5))):
         size = rng.choice((0, 1, 2**20, 2**31 - 1, 2**31, 2**32 - 1, rng.randrange(2**32)))
         raw[spot:spot + 4] = struct.pack("<I", size)
-    return partial(score_artifact, compress(bytes(raw), rng))
+    return write_artifact(folder, compress(bytes(raw), rng))
 
 def odd_tensor(like: torch.Tensor, rng: random.Random) -> Any:
     """A tensor that a pickle may hold but an artifact must not, or must be judged by its values."""
@@ -260,7 +264,7 @@ def odd_tensor(like: torch.Tensor, rng: random.Random) -> Any:
         lambda: torch.full(shape, 127, dtype=torch.int8), lambda: torch.full(shape, 2**62),
         lambda: odd_value(rng)))()
 
-def contents(rng: random.Random, _folder: Path) -> Examination:
+def contents(rng: random.Random, folder: Path) -> Examination:
     """Another content under right checksums: wrong dtypes, shapes and values, NaN scales, names of other types."""
     content = {"w": dict(CONTENT["w"]), "m": dict(CONTENT["m"])}
     for _ in range(rng.choice((1, 1, 2))):
@@ -280,19 +284,22 @@ def contents(rng: random.Random, _folder: Path) -> Examination:
         else:
             like = content["w"].get(name)
             content["w"][name] = odd_tensor(like if isinstance(like, torch.Tensor) else torch.zeros(3), rng)
-    return partial(score_artifact, compress(saved(content), rng))
+    return write_artifact(folder, compress(saved(content), rng))
 
 class Calls:
-    """Pickles as a call of `function`."""
+    """Pickles as a call of `function`; arguments may be calls."""
 
     def __init__(self, function: str, *arguments: Any) -> None:
         self.function, self.arguments = function, arguments
 
-    def pickled(self, protocol: int = 2) -> bytes:
+    def code(self) -> bytes:
         module, _, name = self.function.rpartition(".")
-        arguments = pickle.dumps(self.arguments, protocol)[2:-1]  # without the head and the stop
-        call = b"c" + module.encode() + b"\n" + name.encode() + b"\n" + arguments + b"R"
-        return b"\x80\x02}(X\x01\0\0\0w" + call + b"X\x01\0\0\0m}u."
+        bare = slice(2, -1)  # without the head and the stop
+        codes = [a.code() if isinstance(a, Calls) else pickle.dumps(a, 2)[bare] for a in self.arguments]
+        return b"c" + module.encode() + b"\n" + name.encode() + b"\n(" + b"".join(codes) + b"tR"
+
+    def pickled(self) -> bytes:
+        return b"\x80\x02}(X\x01\0\0\0w" + self.code() + b"X\x01\0\0\0m}u."
 
 CALLS = [Calls("os.system", "touch escaped"), Calls("posix.system", "touch escaped"), Calls("builtins.eval", "1/0"),
          Calls("builtins.exec", "open('escaped', 'w')"), Calls("builtins.open", "escaped", "w"),
@@ -304,14 +311,14 @@ CALLS = [Calls("os.system", "touch escaped"), Calls("posix.system", "touch escap
          Calls("importlib.import_module", "this"), Calls("train_gpt.write_file", "escaped", b""),
          Calls("golf.cli.write_file", "escaped", b""), Calls("torch.serialization.add_safe_globals", [])]
 
-def forbidden_globals(rng: random.Random, _folder: Path) -> Examination:
+def forbidden_globals(rng: random.Random, folder: Path) -> Examination:
     """Pickles that call what they must not, alone or damaged, in a zip or in the old format."""
     data = rng.choice(CALLS).pickled()
     if rng.random() < 0.3:
         data = damage(data, rng)
     files = [(name, data if name.endswith("data.pkl") else content) for name, content in members(RAW)]
     old = pickle.dumps(0x1950a86a20f9469cfc6c, 2) + data  # torch's mark of the format before zip
-    return partial(score_artifact, compress(rng.choice((zipped(files), data, old)), rng))
+    return write_artifact(folder, compress(rng.choice((zipped(files), data, old)), rng))
 
 @cache
 def zeros_brotli(megabytes: int) -> bytes:
@@ -352,13 +359,14 @@ def bomb_files() -> list[bytes]:
             lzma.compress(zeros_xz(512), preset=0), brotli.compress(zeros_xz(512), quality=1),
             brotli.compress(deflated, quality=5), lzma.compress(deflated, preset=0),
             called("builtins.bytearray", 10**12), called("builtins.bytearray", 2**29),
+            called("builtins.bytearray", Calls("builtins.bytearray", 2**29)),
             called("torch.FloatStorage", 2**29), called("torch.Size", [2**62] * 4),
             brotli.compress(huge_storage(), quality=1), brotli.compress(expanded(), quality=1)]
 
-def bombs(rng: random.Random, _folder: Path) -> Examination:
+def bombs(rng: random.Random, folder: Path) -> Examination:
     """Small files that expand to gigabytes, whole or damaged."""
     data = rng.choice(bomb_files())
-    return partial(score_artifact, damage(data, rng) if rng.random() < 0.2 else data)
+    return write_artifact(folder, damage(data, rng) if rng.random() < 0.2 else data)
 
 @cache
 def foreign_files() -> list[bytes]:
@@ -371,20 +379,20 @@ def foreign_files() -> list[bytes]:
     files = [path.read_bytes() for path in (GOLDEN / "tokenizer_512.model", GOLDEN / "shards/fineweb_val_000000.bin")]
     return [*heads, *others, *files, old.getvalue(), arrays.getvalue(), RAW, pickle.dumps(CONTENT["m"])]
 
-def foreign(rng: random.Random, _folder: Path) -> Examination:
+def foreign(rng: random.Random, folder: Path) -> Examination:
     """Other files and streams, bare or compressed, joined or damaged."""
     plain = rng.choice(foreign_files())
     pack = rng.choice((bytes, partial(brotli.compress, quality=1), partial(lzma.compress, preset=0),
                        partial(lzma.compress, format=lzma.FORMAT_ALONE)))
     data = pack(plain)
     data = rng.choice((data, data, data + rng.choice(PACKED), rng.choice(PACKED) + data))
-    return partial(score_artifact, damage(data, rng) if rng.random() < 0.3 else data)
+    return write_artifact(folder, damage(data, rng) if rng.random() < 0.3 else data)
 
-# -- data: shards, manifests, tokenizers -------------------------------------------------------------------------------
+# -- data: shards, manifests -----------------------------------------------------------------------------------------
 
 SHARDS = {path.name: path.read_bytes() for path in sorted((GOLDEN / "shards").glob("*.bin"))}
-MODEL = (GOLDEN / "tokenizer_512.model").read_bytes()
-TABLES = tg.byte_tables(sentencepiece.SentencePieceProcessor(model_proto=MODEL))
+TOKENIZER = (GOLDEN / "tokenizer_512.model").read_bytes()
+TABLES = tg.byte_tables(sentencepiece.SentencePieceProcessor(model_proto=TOKENIZER))
 VAL = np.frombuffer(SHARDS["fineweb_val_000000.bin"][1024:], "<u2")
 
 def write_data(folder: Path, changed: dict[str, bytes], transform: str = "") -> tg.Hyperparameters:
@@ -501,7 +509,7 @@ def piece(text: bytes, score: float, kind: int) -> bytes:
 
 def tokenizer_pieces(rng: random.Random, folder: Path) -> Examination:
     """Pieces and trainer settings dropped, doubled, moved, damaged or replaced in a well-formed model."""
-    fields = protobuf_fields(MODEL)
+    fields = protobuf_fields(TOKENIZER)
     for _ in range(rng.choice((1, 1, 2, 10))):
         at, way = rng.randrange(len(fields)), rng.randrange(6)
         if way == 0:
@@ -536,7 +544,7 @@ def read_tokenizer(hp: tg.Hyperparameters) -> str:
     return "correct"
 
 def tokenizer_bytes(rng: random.Random, folder: Path) -> Examination:
-    data = damage(MODEL, rng) if rng.random() < 0.95 else rng.choice(foreign_files())
+    data = damage(TOKENIZER, rng) if rng.random() < 0.95 else rng.choice(foreign_files())
     return partial(read_tokenizer, write_tokenizer(folder, data))
 
 # -- logs and record folders -------------------------------------------------------------------------------------------
