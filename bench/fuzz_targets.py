@@ -127,6 +127,17 @@ def damage_text(text: str, rng: random.Random) -> str:
         text = "\n".join(lines)
     return text
 
+def varint(value: int) -> bytes:
+    return bytes([value & 127 | 128]) + varint(value >> 7) if value > 127 else bytes([value])
+
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 128:
+            return value, at
+
 def is_one_line(error: Exception) -> bool:
     return bool(str(error)) and "\n" not in str(error)
 
@@ -320,23 +331,42 @@ def forbidden_globals(rng: random.Random, folder: Path) -> Examination:
     old = pickle.dumps(0x1950a86a20f9469cfc6c, 2) + data  # torch's mark of the format before zip
     return write_artifact(folder, compress(rng.choice((zipped(files), data, old)), rng))
 
+# Each stream repeats one compressed part of zeros, so that terabytes would take no longer to make.
+
 @cache
 def zeros_brotli(megabytes: int) -> bytes:
-    """A stream of zeros: one 64 MiB part, whose code comes again and again."""
     coder = brotli.Compressor(quality=5, lgwin=24)
     head, part = (coder.process(bytes(64 << 20)) + coder.flush() for _ in range(2))
     return head + part * (megabytes // 64 - 1) + coder.finish()
 
 @cache
 def zeros_xz(megabytes: int) -> bytes:
-    coder = lzma.LZMACompressor(preset=0)
-    return b"".join(coder.compress(bytes(16 << 20)) for _ in range(megabytes // 16)) + coder.flush()
+    """One stream of many blocks: header, blocks, index of (size, size of content) records, footer."""
+    one = lzma.compress(bytes(16 << 20), check=lzma.CHECK_CRC32, preset=0)
+    index_bytes, count = 4 * (struct.unpack("<I", one[-8:-4])[0] + 1), megabytes // 16
+    begin = len(one) - 12 - index_bytes
+    end = begin + 2
+    for _ in range(2):
+        end = read_varint(one, end)[1]
+    index = b"\0" + varint(count) + one[begin + 2:end] * count
+    index += bytes(-len(index) % 4)
+    index += struct.pack("<I", zlib.crc32(index))
+    tail = struct.pack("<I", len(index) // 4 - 1) + one[-4:-2]
+    return one[:12] + one[12:begin] * count + index + struct.pack("<I", zlib.crc32(tail)) + tail + b"YZ"
+
+@cache
+def zeros_zlib(megabytes: int) -> bytes:
+    coder = zlib.compressobj(1)
+    head, part = (coder.compress(bytes(16 << 20)) + coder.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    return head + part * (megabytes // 16 - 1)  # its checksum is missing, which is seen at the end only
 
 @cache
 def zeros_zip(megabytes: int) -> bytes:
     """A good artifact's zip in which one tensor's storage is deflated zeros."""
-    files = [(name, bytes(megabytes << 20) if name.endswith("data/0") else data) for name, data in members(RAW)]
-    return zipped(files, zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, data in members(RAW):
+            archive.writestr(name, bytes(megabytes << 20) if name.endswith("data/0") else data)
+    return buffer.getvalue()
 
 def huge_storage() -> bytes:
     """A pickle that declares 2**31 - 1 elements for a storage and its tensor of 2,748."""
@@ -354,9 +384,10 @@ def expanded() -> bytes:
 
 @cache
 def bomb_files() -> list[bytes]:
-    deflated = tg.byte_shuffle(zeros_zip(512))
-    return [zeros_brotli(4096), zeros_brotli(102_400), zeros_xz(512), brotli.compress(zeros_brotli(102_400), quality=5),
-            lzma.compress(zeros_xz(512), preset=0), brotli.compress(zeros_xz(512), quality=1),
+    deflated = tg.byte_shuffle(zeros_zip(288))
+    return [zeros_brotli(4096), zeros_brotli(102_400), zeros_xz(4096),
+            brotli.compress(zeros_brotli(102_400), quality=5),
+            lzma.compress(zeros_xz(4096), preset=0), brotli.compress(zeros_xz(4096), quality=1),
             brotli.compress(deflated, quality=5), lzma.compress(deflated, preset=0),
             called("builtins.bytearray", 10**12), called("builtins.bytearray", 2**29),
             called("builtins.bytearray", Calls("builtins.bytearray", 2**29)),
@@ -480,17 +511,6 @@ def manifests(transform: str, rng: random.Random, folder: Path) -> Examination:
     return partial(read_data, hp)
 
 # -- tokenizers --------------------------------------------------------------------------------------------------------
-
-def varint(value: int) -> bytes:
-    return bytes([value & 127 | 128]) + varint(value >> 7) if value > 127 else bytes([value])
-
-def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        value |= (data[at] & 127) << shift
-        at, shift = at + 1, shift + 7
-        if data[at - 1] < 128:
-            return value, at
 
 def protobuf_fields(data: bytes) -> list[bytes]:
     """The top-level fields of a message, each with its key."""
@@ -642,8 +662,8 @@ def record_files(rng: random.Random, folder: Path) -> Examination:
 @cache
 def script_constants() -> list[str]:
     """Python expressions of constants, as packed scripts hold them, that expand to gigabytes or are nothing."""
-    blobs = [zeros_xz(512), zeros_brotli(4096), zlib.compress(bytes(512 << 20)), bz2.compress(bytes(512 << 20)),
-             lzma.compress(b"x = 1\n" * 50_000_000, preset=0), b"a" * 600]
+    blobs = [zeros_xz(4096), zeros_brotli(4096), zeros_zlib(320), bz2.compress(bytes(16 << 20)) * 64,
+             lzma.compress(b"x = 1\n" * 3_000_000, preset=0), b"a" * 600]
     return [repr(encode(blob)) for blob in blobs for encode in (bytes, base64.b85encode, base64.b64encode)]
 
 NESTED = ["(", "[", "-", "not ", "a.", "a+", "f(", "lambda:", "{1:", "'\\N{", "1" * 6000, "x = 1\n"]
