@@ -172,7 +172,7 @@ def normalise(record: Record) -> None:
         results = results or seeds
     if isinstance(results, list):
         record.variants.append("seed_results is a list")
-        results = {row.get("seed"): row for row in results if isinstance(row, dict)}
+        results = {str(row.get("seed")): row for row in results if isinstance(row, dict)}
     for key, row in (results or {}).items() if isinstance(results, dict) else ():
         if isinstance(row, (int, float)):
             row = {"val_bpb": row}
