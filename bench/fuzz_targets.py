@@ -14,6 +14,7 @@ import random
 import re
 import struct
 import tempfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -209,7 +210,8 @@ def members(raw: bytes) -> list[tuple[str, bytes]]:
 
 def zipped(files: list[tuple[str, bytes]], method: int = zipfile.ZIP_STORED) -> bytes:
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", method) as archive:
+    with zipfile.ZipFile(buffer, "w", method) as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names that come twice
         for name, data in files:
             archive.writestr(name, data)
     return buffer.getvalue()
