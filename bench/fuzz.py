@@ -12,6 +12,7 @@ failure.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import multiprocessing
@@ -150,6 +151,7 @@ def work(pipe: Connection, cases: list[Case], seed: int) -> None:
     watch, quiet = Watch(), os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)  # libraries say there what the error says too
+    faulthandler.disable()
     warnings.simplefilter("ignore")
     sys.dont_write_bytecode = True
     limit = int(memory_mib("VmSize") + ADDRESS_SPACE_MIB) << 20

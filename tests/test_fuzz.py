@@ -23,7 +23,7 @@ import fuzz
 import fuzz_targets
 from fuzz import Case, Kind
 
-SEED, CASES = 5, 12  # of each kind
+SEED, CASES = 5, 16  # of each kind
 quick = examples(max_examples=40, deadline=None)
 
 # -- the slice ---------------------------------------------------------------------------------------------------------
