@@ -15,7 +15,18 @@ from typing import Any, NamedTuple
 from golf import records, scripts
 from golf.cli import add_command, print_json, print_table
 from golf.logs import Log, final
-from golf.records import FOLDER_NAME, HOME, IDENTITY, SIZE_CAP_BYTES, Record, facts, is_date, is_scored, mean_std
+from golf.records import (
+    ABSURD,
+    FOLDER_NAME,
+    HOME,
+    IDENTITY,
+    SIZE_CAP_BYTES,
+    Record,
+    facts,
+    is_date,
+    is_scored,
+    mean_std,
+)
 
 SEVERITIES = ("error", "warning", "note")
 SCHEMA = json.loads(Path(__file__).with_name("submission.schema.json").read_text(encoding="utf-8"))
@@ -96,7 +107,7 @@ def bytes_total(record: Record) -> Iterator[str]:
 def model_file(record: Record) -> Iterator[str]:
     known = {log.model_bytes for log in record.logs}
     for path in record.folder.glob("*.ptz"):
-        if path.stat().st_size not in known:
+        if path.is_file() and path.stat().st_size not in known:
             yield f"{path.name} has {path.stat().st_size} bytes, the logs say {known}"
 
 # -- runs: finished, in time, honest about seeds -----------------------------------------------------------------------
@@ -150,7 +161,7 @@ def other_hardware(record: Record, log: Log) -> Verdict:
     return record.track == "10min_16mb" and wrong and f"{log.world_size} ranks, {log.hardware}"
 
 def other_validation(_record: Record, log: Log) -> Verdict:
-    if not log.val_tokens or not is_scored(log):
+    if not log.val_tokens or not is_scored(log) or not final(log)[1]:
         return None
     found = log.val_tokens * final(log)[0] / (math.log(2) * final(log)[1])
     return (abs(found / VAL_BYTES - 1) > 0.002
@@ -162,6 +173,8 @@ def agrees(claim: Any, actual: float | None, digits: int = 0) -> bool:
     """Whether `claim` is `actual` rounded to the decimals that it shows, at least `digits` of them."""
     if actual is None or not isinstance(claim, (int, float)):
         return True  # nothing to compare; the schema judges types
+    if abs(claim) > ABSURD:
+        return claim == actual  # the difference to a float may overflow
     decimals = len(str(claim).partition(".")[2]) if "e" not in str(claim) else 16
     return abs(claim - actual) <= 0.5 * 10.0 ** -max(decimals, digits) + 2e-9
 
@@ -197,7 +210,7 @@ def untraced(text: str, known: list[float]) -> list[str]:
     lost = []
     for match in NUMBER.finditer(text):
         whole, decimals = match[1].replace(",", ""), match[2] or ""
-        if len(decimals) > 4 or (not decimals and int(whole) >= 1000):
+        if len(decimals) > 4 or (not decimals and float(whole) >= 1000):
             half = 0.5 * 10.0 ** -max(len(decimals) - 1, 0) + 2e-9
             if not any(abs(float(whole + decimals) - value) <= half for value in known):
                 lost.append(match[0])
@@ -233,7 +246,8 @@ def readme_untraced(record: Record) -> Iterator[str]:
     known = [value for log in record.logs for value in known_numbers(log)]
     for name in {name for log in record.logs for name in log.evaluations}:
         for values in list(zip(*(log.evaluations[name] for log in record.logs if name in log.evaluations)))[:2]:
-            known += [x for x in (*mean_std(values), statistics.pstdev(values)) if x is not None]
+            mean, deviation = mean_std(values)
+            known += [mean] if deviation is None else [mean, deviation, deviation * math.sqrt(1 - 1 / len(values))]
     lost = [number for number in untraced(readme_lines(record)[1], known) if "." in number]
     if lost and record.logs:
         yield ", ".join(dict.fromkeys(lost[:8]))

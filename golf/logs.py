@@ -131,25 +131,26 @@ def read_settings(text: str) -> tuple[dict[str, str], int]:
 # -- body: one line, one fact ------------------------------------------------------------------------------------------
 
 NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
+WHOLE = r"(\d{1,19})(?!\d)"  # the largest seed has 19 digits
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0}
-STEP = re.compile(rf"(?:step:)?(\d+)/(\d+) train_loss: ?{NUMBER}(?: train_time: ?{NUMBER}(ms|s|m))?"
+STEP = re.compile(rf"(?:step:)?{WHOLE}/{WHOLE} train_loss: ?{NUMBER}(?: train_time: ?{NUMBER}(ms|s|m))?"
                   rf"(?:.*tok/s: ?{NUMBER})?")
-VALIDATION = re.compile(rf"(?:step:)?(\d+)/(\d+) val_loss: ?{NUMBER} val_bpb: ?{NUMBER}")
-STOP = re.compile(rf"stopping_early: \S+ train_time: ?{NUMBER}ms step: ?(\d+)/(\d+)")
+VALIDATION = re.compile(rf"(?:step:)?{WHOLE}/{WHOLE} val_loss: ?{NUMBER} val_bpb: ?{NUMBER}")
+STOP = re.compile(rf"stopping_early: \S+ train_time: ?{NUMBER}ms step: ?{WHOLE}/{WHOLE}")
 SCORE = re.compile(rf"([a-z][\w +-]*?) val_loss: ?{NUMBER} val_bpb: ?{NUMBER}(?:.*? eval_time: ?{NUMBER}ms)?")
 FACTS = {name: re.compile(pattern) for name, pattern in {
     "machine": r"machine: (.*?)(?:, PyTorch.*)?$",
     "attention": r"attention: (\S+)",
-    "train_shards": r"(?:train_loader:.* )?train_shards: ?(\d+)",
-    "val_tokens": r"(?:val_tokens|val_loader:.* tokens): ?(\d+)",
-    "val_bytes": r"val_bytes: ?(\d+)",
-    "parameters": r"model_params: ?(\d+)",
-    "seed": r"seed: ?(\d+)",
-    "world_size": r"world_size: ?(\d+)",
-    "peak_memory_mib": r"peak memory allocated: (\d+) MiB",
-    "code_bytes": r"Code size[^:]*: (\d+) bytes",
-    "model_bytes": r"Serialized model (?:int|q)\S*: (\d+) bytes",
-    "total_bytes": r"Total submission size (?:int|q)\S*: (\d+) bytes",
+    "train_shards": rf"(?:train_loader:.* )?train_shards: ?{WHOLE}",
+    "val_tokens": rf"(?:val_tokens|val_loader:.* tokens): ?{WHOLE}",
+    "val_bytes": rf"val_bytes: ?{WHOLE}",
+    "parameters": rf"model_params: ?{WHOLE}",
+    "seed": rf"seed: ?{WHOLE}",
+    "world_size": rf"world_size: ?{WHOLE}",
+    "peak_memory_mib": rf"peak memory allocated: {WHOLE} MiB",
+    "code_bytes": rf"Code size[^:]*: {WHOLE} bytes",
+    "model_bytes": rf"Serialized model (?:int|q)\S*: {WHOLE} bytes",
+    "total_bytes": rf"Total submission size (?:int|q)\S*: {WHOLE} bytes",
     "eval_seconds": rf"total_eval_time: ?{NUMBER}s",
     "hessian_seconds": rf"GPTQ:collected \d+ Hessians in {NUMBER}s",
     "last_read_seconds": rf"training data last read at {NUMBER}s",
@@ -221,6 +222,9 @@ def read_fact(log: Log, line: str) -> None:
 
 # -- the .jsonl beside it, and what follows from the rest --------------------------------------------------------------
 
+NUMBERS_OF = {"step": ("step", "train_loss", "train_seconds", "tokens_per_second"),
+              "validation": ("step", "val_loss", "val_bpb"), "evaluation": ("val_loss", "val_bpb", "eval_seconds")}
+
 def merge_records(log: Log, path: Path) -> None:
     """Replaces what the text rounds. Raises ValueError for a broken line, except a last one cut by a crash."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
@@ -230,17 +234,28 @@ def merge_records(log: Log, path: Path) -> None:
             continue
         try:
             record = json.loads(line)
+            check_record(record)
             by_kind.setdefault(record["type"], []).append(record)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             if number == len(lines):  # no line end after it
                 log.warnings.append(f"WARNING: {path.name}:{number} is cut short; left out")
                 break
             raise ValueError(f"{path}:{number}: no record ({error}); without this file the text is used") from None
-    run_ids = {record.get("run_id") for record in by_kind.get("settings", [])} - {log.settings.get("run_id")}
-    if run_ids:
-        raise ValueError(f"{path}: belongs to run {run_ids.pop()}, the log beside it to {log.settings.get('run_id')}; "
-                         "move one of them")
+    ours = log.settings.get("run_id")
+    for run_id in (record.get("run_id") for record in by_kind.get("settings", [])):
+        if run_id != ours:
+            raise ValueError(f"{path}: belongs to run {run_id!a}, the log beside it to {ours!a}; move one of them")
     apply_records(log, by_kind)
+
+def check_record(record: dict[str, Any]) -> None:
+    """Raises ValueError when a record lacks a number or a name that `apply_records` takes from it."""
+    needed = NUMBERS_OF.get(record["type"], ())
+    optional = {"step": ("lr_factor",), "summary": SUMMARY_NUMBERS}.get(record["type"], ())
+    if record["type"] == "evaluation" and not isinstance(record.get("name"), str):
+        raise ValueError("an evaluation must have a name")
+    for name in (*needed, *(name for name in optional if name in record)):
+        if not isinstance(record.get(name), (int, float)) or abs(record[name]) >= 10**19:
+            raise ValueError(f"{name} must be a number, is {str(record.get(name))[:40]!a}")
 
 def apply_records(log: Log, by_kind: dict[str, list[dict[str, Any]]]) -> None:
     if steps := by_kind.get("step"):
@@ -256,10 +271,10 @@ def apply_records(log: Log, by_kind: dict[str, list[dict[str, Any]]]) -> None:
 def complete(log: Log) -> None:
     """Derives what a log without summary only implies: seed, ranks, whole train and eval seconds, total bytes."""
     for name in ("seed", "world_size", "iterations"):
-        if name in log.settings and log.settings[name].isdigit():
+        if re.fullmatch(WHOLE, log.settings.get(name, "")):
             setattr(log, name, int(log.settings[name]))
     batch = log.settings.get("train_batch_tokens", "")
-    if batch.isdigit() and not log.lr_factors:  # the text rounds to a tenth of a minute, the rate does not
+    if re.fullmatch(WHOLE, batch) and not log.lr_factors:  # the text rounds to a tenth of a minute, the rate does not
         log.steps = [(step, loss, step * int(batch) / rate if rate else seconds, rate)
                      for step, loss, seconds, rate in log.steps]
     if "train_seconds" not in log.summary:

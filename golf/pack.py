@@ -139,21 +139,44 @@ def pack_source(source: bytes, name: str, codec: str = "auto",
     return packed[best], {"bytes_before": len(source), "bytes_minified": len(small), "bytes_after": len(packed[best]),
                           "codec": best, "source_sha256": digest}
 
+MOST_TEXT = 200_000  # digits of one number, which takes a time of their square
+MOST_SOURCE_BYTES = 2**20  # of an unpacked script: a small file can hold one of gigabytes
+
+def expand(coder: Any, data: bytes) -> bytes:
+    """All that a decompressor of lzma, bz2 or zlib makes of `data`. Raises ValueError when cut short or too long."""
+    source = coder.decompress(data, MOST_SOURCE_BYTES)
+    if not coder.eof:
+        raise ValueError(f"cut short, or over {MOST_SOURCE_BYTES} bytes")
+    return source
+
+def expand_lzma(data: bytes) -> bytes:
+    return expand(lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_LZMA2}]), data)
+
+def expand_brotli(data: bytes) -> bytes:
+    import brotli
+
+    coder, source = brotli.Decompressor(), b""
+    for at in range(0, len(data), 64):  # few bytes at a time, since old versions put no limit on what they give
+        source += coder.process(data[at:at + 64])
+        if len(source) > MOST_SOURCE_BYTES:
+            raise ValueError(f"over {MOST_SOURCE_BYTES} bytes")
+    if not coder.is_finished():
+        raise ValueError("cut short")
+    return source
+
 def unpack_source(packed: str) -> str:
     """The minified source inside a packed script, read without running it. Raises ValueError for any other file."""
     try:
         body = ast.parse(packed).body
         module, text = body[0].names[0].name, body[2].iter.value
         length = body[3].value.func.value.args[0].args[0].value
+        if not len(text) >= length or len(text) > MOST_TEXT:
+            raise ValueError(f"{len(text)} characters for {length} bytes")
         number = 0
         for digit in text:
             number = number * len(ALPHABET) + ALPHABET.index(digit)
         data = number.to_bytes(length, "big")
-        if module == "lzma":
-            return lzma.decompress(data, lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_LZMA2}]).decode("utf-8")
-        import brotli
-
-        return brotli.decompress(data).decode("utf-8")
+        return {"lzma": expand_lzma, "brotli": expand_brotli}[module](data).decode("utf-8")
     except Exception as error:  # noqa: BLE001 - a foreign or damaged file fails in many ways, which mean the same
         raise ValueError(f"not a script that `pack` wrote ({error!r}); give the packed file") from None
 

@@ -21,6 +21,7 @@ SIZE_CAP_BYTES, TRAIN_CAP_SECONDS, EVAL_CAP_SECONDS = 16_000_000, 600, 600
 RECORD_MARGIN_NATS, RECORD_ALPHA, RECORD_SEEDS = 0.005, 0.01, 3
 TRACKS = ("10min_16mb", "non_record_16mb")
 FOLDER_NAME = re.compile(r"(\d{4}-\d{2}-\d{2})_([A-Za-z0-9][A-Za-z0-9.+_-]*)")
+ABSURD = 1e9  # no loss or bpb is as large; means of numbers much larger overflow
 HOME = re.compile(r"/(?:home|Users)/[\w.-]+|/root(?=/)|[A-Z]:\\Users\\[\w.-]+")
 # Settings that may differ between the seeds of one record: who ran, and where.
 IDENTITY = {"run_id", "rank", "seed", "logfile", "output_dir", "data_dir", "datasets_dir", "train_files", "val_files",
@@ -99,7 +100,7 @@ class Record:
 
 def is_scored(log: Log) -> bool:
     try:
-        return all(map(math.isfinite, final(log)[:2]))
+        return all(abs(number) < ABSURD for number in final(log)[:2])
     except ValueError:
         return False
 
@@ -116,7 +117,7 @@ def is_date(text: Any) -> bool:
 def log_files(folder: Path) -> list[Path]:
     """Every log in a folder, or in its logs/ when it holds none itself."""
     for place in (folder, folder / "logs"):
-        paths = [path for path in place.glob("*.*") if path.suffix in (".log", ".txt")]
+        paths = [path for path in place.glob("*.*") if path.suffix in (".log", ".txt") and path.is_file()]
         if found := sorted(path for path in paths if path.name != "requirements.txt"):
             return found
     return []
@@ -136,12 +137,11 @@ def read_record(folder: Path) -> Record:
         raise ValueError(f"{folder}: no such folder; give a folder such as records/track_10min_16mb/2026-04-01_Name")
     record = Record(folder)
     try:
-        record.raw = json.loads((folder / "submission.json").read_text(encoding="utf-8"))
+        if (path := folder / "submission.json").is_file():  # else the rule about files says it
+            record.raw = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(record.raw, dict):
             normalise(record)
-    except FileNotFoundError:
-        pass  # the rule about files says it
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         record.broken.append(f"submission.json: {error}")
     for path in log_files(folder):
         try:
@@ -172,7 +172,7 @@ def normalise(record: Record) -> None:
         results = results or seeds
     if isinstance(results, list):
         record.variants.append("seed_results is a list")
-        results = {row.get("seed"): row for row in results if isinstance(row, dict)}
+        results = {str(row.get("seed")): row for row in results if isinstance(row, dict)}
     for key, row in (results or {}).items() if isinstance(results, dict) else ():
         if isinstance(row, (int, float)):
             row = {"val_bpb": row}
@@ -192,5 +192,7 @@ def facts(log: Log) -> dict[str, float | None]:
             "train_seconds": train, "eval_seconds": evaluation}
 
 def mean_std(values: list[float]) -> tuple[float, float | None]:
-    """Mean and sample standard deviation; None for a single value."""
+    """Mean and sample standard deviation; None for a single value. NaN and None when one is not finite or absurd."""
+    if not all(abs(value) < ABSURD for value in values):
+        return math.nan, None
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None

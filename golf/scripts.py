@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from golf.pack import unpack_source
+from golf.pack import expand, expand_brotli, expand_lzma, unpack_source
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 NOT_FOUND = "not found"
@@ -42,7 +42,7 @@ def parse(source: str) -> ast.Module:
     """`ast.parse` that raises SyntaxError for whatever is no Python."""
     try:
         return ast.parse(source)
-    except (ValueError, RecursionError) as error:  # null bytes, or nested too deeply
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes, or nested too deeply
         raise SyntaxError(str(error)) from None
 
 def sources(script: str) -> list[str]:
@@ -56,13 +56,12 @@ def sources(script: str) -> list[str]:
 def unpacked(blob: str | bytes) -> Iterator[str]:
     """Python sources that a constant holds in any usual encoding and compression."""
     raw = blob.encode("latin-1", "ignore") if isinstance(blob, str) else blob
-    raw_lzma = {"format": lzma.FORMAT_RAW, "filters": [{"id": lzma.FILTER_LZMA2}]}
-    expanders = (lzma.decompress, lambda data: lzma.decompress(data, **raw_lzma), zlib.decompress, bz2.decompress,
-                 lambda data: importlib.import_module("brotli").decompress(data))
+    expanders = (lambda data: expand(lzma.LZMADecompressor(), data), expand_lzma, expand_brotli,
+                 lambda data: expand(zlib.decompressobj(), data), lambda data: expand(bz2.BZ2Decompressor(), data))
     for decode in (bytes, base64.b85decode, base64.a85decode, base64.b64decode):
-        for expand in expanders:
+        for expander in expanders:
             with contextlib.suppress(Exception):  # each library has its own error for foreign bytes
-                text = expand(decode(raw)).decode("utf-8")
+                text = expander(decode(raw)).decode("utf-8")
                 if "\n" in text and parse(text):
                     yield text
 
