@@ -92,6 +92,7 @@ class Hyperparameters:
     precision: Literal["auto", "bf16", "fp32"] = setting("auto", "activations; auto: bf16 on GPUs that have it")
     attention: Literal["auto", "fa3", "cudnn", "flash", "math"] = setting("auto", "attention kernel; a name forces it")
     kernels: Literal["auto", "0", "1"] = setting("auto", "fused Triton kernels; auto: on Hopper GPUs in bf16; 0: plain")
+    deterministic: bool = setting(False, "same settings and machine, same artifact bytes; slower on a GPU")
     compile: Literal["auto", "0", "1"] = setting("auto", "torch.compile; auto: on with CUDA and Triton")
     # length of the run
     iterations: int = setting(20000, "steps at most", above=0)
@@ -581,9 +582,9 @@ class CoprimeLoader:
                  vocab_size: int = 65536) -> None:
         self.paths, self.seq_len, self.draw_windows, self.vocab_size = paths, seq_len, draw_windows, vocab_size
         self.rank, self.world_size, self.draws = rank, world_size, 0
-        self.tokens = [open_shard(path) for path in paths]
+        self.lengths = [shard_tokens(path) for path in paths]
         self.walks: dict[int, Iterator[int]] = {}  # by shard
-        self.blocks_left = {i: (len(t) - 1) // seq_len for i, t in enumerate(self.tokens) if len(t) > seq_len}
+        self.blocks_left = {i: (n - 1) // seq_len for i, n in enumerate(self.lengths) if n > seq_len}
         if not self.blocks_left:
             raise SetupError(f"no train shard has more than TRAIN_SEQ_LEN={seq_len} tokens; fetch more or lower it")
         # FNV-style 64-bit fold over the bytes of all paths: the data order depends on names alone
@@ -613,16 +614,24 @@ class CoprimeLoader:
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
         """This rank's inputs and targets of the next draw, int64, each (draw_windows / world_size, seq_len)."""
         mine = self.next_windows()[self.rank::self.world_size]
-        rows = np.stack([self.tokens[shard][start:start + self.seq_len + 1] for shard, start in mine])
+        rows = np.stack([self._read(shard, start) for shard, start in mine])
         check_token_ids(rows, self.vocab_size, self.paths[mine[int(rows.max(axis=1).argmax())][0]])
         rows = rows.astype(np.int64)
         return rows[:, :-1], rows[:, 1:]
+
+    def _read(self, shard: int, start: int) -> np.ndarray:
+        """Read, not mapped: a mapped file that shrinks or whose disk fails would kill the process without a word."""
+        path, count = self.paths[shard], self.seq_len + 1
+        tokens = np.fromfile(path, "<u2", count, offset=4 * SHARD_HEADER_INTS + 2 * start)
+        if len(tokens) < count:
+            raise SetupError(f"{path} ends before token {start + count}: it changed during the run; fetch it again")
+        return tokens
 
     def _take(self, shard: int, count: int) -> list[tuple[int, int]]:
         windows = []
         for _ in range(count):
             if shard not in self.walks or not self.blocks_left[shard]:
-                walk = draw_walk(self.rng, len(self.tokens[shard]), self.seq_len)
+                walk = draw_walk(self.rng, self.lengths[shard], self.seq_len)
                 self.blocks_left[shard], self.walks[shard] = walk
             self.blocks_left[shard] -= 1
             windows.append((shard, next(self.walks[shard])))
@@ -1802,6 +1811,17 @@ def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog
 
 SHUFFLE_MAGIC = b"BSHF\x02"  # 2: how many apart the bytes are that come to lie side by side
 XZ_MAGIC = b"\xfd7zXZ\x00"
+def code_counts(quantized: Quantized) -> Tensor:
+    """How often each code occurs, (tensors, 256), int64."""
+    codes = [t for name, t in quantized.tensors.items() if name.endswith(".q")]
+    return torch.stack([torch.zeros(256, dtype=torch.int64), *((t.flatten().int() + 128).bincount(minlength=256)
+                                                               for t in codes)])
+
+def entropy_bytes(counts: Tensor) -> float:
+    """Bytes that an ideal coder without context needs for codes of these counts (tensors, 256)."""
+    share = counts / counts.sum(dim=1, keepdim=True).clamp_min(1)
+    return float(-(counts * share.clamp_min(1e-30).log2()).sum() / 8)
+
 BYTES_PER_WEIGHT = {"int6": 0.42, "int8": 0.88, "passthrough": 1.8, "passthrough_ctrl": 3.6}  # in published runs
 
 def byte_shuffle(data: bytes) -> bytes:
@@ -1907,6 +1927,9 @@ class Run:
             raise SetupError(f"EVAL_ONLY={hp.eval_only}: no such file")
         self.world = join_world(hp, environ)
         torch.set_float32_matmul_precision("high")  # TF32 for fp32 products
+        if hp.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
         dtype, dtype_reason = choose_dtype(hp.precision, self.world.device)
         compiled, why = choose_compile(hp.compile, self.world.device)
         self.compile = partial(torch.compile, dynamic=False, fullgraph=True) if compiled else lambda function: function
@@ -1934,6 +1957,14 @@ class Run:
                 (self.output / ".writable").unlink()
                 if (free := shutil.disk_usage(self.output).free) < need:
                     raise OSError(f"{free} bytes are free, the model files need {need}")
+                with contextlib.suppress(ImportError):  # Windows has no such lock
+                    import fcntl
+
+                    self.lock = (self.logs / ".lock").open("w")  # it is released when the process ends, however
+                    try:
+                        fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except OSError:
+                        raise OSError("another run writes to it") from None
                 if self.hp.checkpoint_every_seconds and not self.hp.resume and self.snapshots.exists():
                     raise OSError(f"{self.snapshots} exists and is kept")
                 log = RunLog(self.logs, self.run_id)
@@ -2038,23 +2069,27 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
 
     def quantize_to_fit(self, hessians: dict[str, Tensor]) -> tuple[Quantized, bytes]:
         """Quantises and packs; while over TARGET_TOTAL_BYTES, again with coarser int6 scales, the same on every run."""
-        coarseness, target = 1.0, self.hp.target_total_bytes
+        scales, target, state = 1.0, self.hp.target_total_bytes, self.model.state_dict()
         for _ in range(6):
             began = time.perf_counter()
-            quantized = quantize_state(self.model.state_dict(), hessians, self.hp, coarseness, self.world)
+            quantized = quantize_state(state, hessians, self.hp, scales, self.world)
             packing = time.perf_counter()
             if not all(bool(t.isfinite().all()) for t in quantized.tensors.values()):
                 raise DivergedError("weights not finite or too large for fp16; lower MATRIX_LR or TIED_EMBED_LR")
             data = pack_artifact(quantized, self.hp.compressor) if self.world.is_main else b""
             self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s")
-            self.results["int6_scale_factor"] = coarseness
-            total = self.world.broadcast_object(len(data)) + len(self.source)
-            codes = sum(t.numel() for name, t in quantized.tensors.items() if name.endswith(".q"))
-            if not 0 < target < total or not codes:
+            self.results["int6_scale_factor"] = scales
+            size, codes = self.world.broadcast_object(len(data)), code_counts(quantized)
+            if not 0 < target < size + len(self.source) or not codes.sum():
                 break
-            # Doubling the scales saves about a bit per int6 weight; a margin and more tries cover what it saves less.
-            coarseness *= 2 ** (8 * (1.1 * (total - target) + 2000) / codes)
-            self.log(f"WARNING: {total} is over TARGET_TOTAL_BYTES={target}; again with scales x {coarseness:.4f}")
+            # A try costs 80 s of brotli; the entropy of the codes foretells its size to 0.1 %, in seconds.
+            allowed = entropy_bytes(codes) * 0.999 * max(target - len(self.source), 1) / size
+            for _ in range(4):
+                excess = entropy_bytes(code_counts(quantized)) - allowed
+                scales = self.world.broadcast_object(scales * 2 ** (8 * excess / int(codes.sum())))
+                quantized = quantize_state(state, hessians, self.hp, scales, self.world)
+            self.log(f"WARNING: {size + len(self.source)} is over TARGET_TOTAL_BYTES={target}; "
+                     f"again with scales x {scales:.4f}")
         return quantized, data
 
     def score(self) -> None:

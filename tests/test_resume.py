@@ -1,4 +1,4 @@
-"""Snapshots and resuming, ranks that hang or drift: a slice of what bench/kill_runs.py does at length."""
+"""Snapshots and resuming, ranks that hang or drift, shards that vanish; bench/kill_runs.py kills at length."""
 import random
 import shutil
 import sys
@@ -160,3 +160,56 @@ def test_ranks_whose_weights_drift_apart_stop(tmp_path):
     result = torchrun(tmp_path, 2, script=write_wrapper(tmp_path, DRIFT), **SHORT, run_id="r", iterations=9)
     assert result.returncode != 0
     assert "ranks [1] have other weights than rank 0 after step 4" in result.stderr
+
+
+LOSE_A_SHARD = """
+from pathlib import Path
+step = train_gpt.Trainer.step
+
+def losing(self, data, number, factor):
+    if number == 2:
+        for path in Path("data/datasets/fineweb10B_sp512").glob("fineweb_train_*.bin"):
+            {act}
+    return step(self, data, number, factor)
+
+train_gpt.Trainer.step = losing
+"""
+
+
+@pytest.mark.parametrize(("act", "message"), [
+    ("path.unlink()", "No such file or directory"),
+    ("os.truncate(path, 2000)", "ends before token"),
+])
+def test_shards_that_vanish_during_a_run_cost_one_clear_line(tmp_path, act, message):
+    make_data(tmp_path)
+    result = run_script(tmp_path, script=write_wrapper(tmp_path, LOSE_A_SHARD.format(act=act)), **SHORT, run_id="r",
+                        iterations=50)
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert message in result.stderr and "fineweb_train_" in result.stderr
+
+
+def test_two_runs_cannot_share_an_output_folder(tmp_path):
+    make_data(tmp_path)
+    first = kill_runs.start(kill_runs.new_folder(tmp_path / "run"), 1, ITERATIONS="100000", RUN_ID="first")
+    try:
+        log = tmp_path / "run/logs/first.txt"
+        for _ in range(600):
+            if log.exists():
+                break
+            time.sleep(0.1)
+        result = run_script(tmp_path / "run", **SHORT, run_id="second")
+    finally:
+        first.kill()
+        first.wait()
+    assert result.returncode == 2 and "another run writes to it" in result.stderr
+    assert run_script(tmp_path / "run", **SHORT, run_id="third").returncode == 0  # the lock goes with the process
+
+
+def test_deterministic_runs_write_the_same_artifact(tmp_path):
+    artifacts = set()
+    for name in ("a", "b"):
+        folder = new_folder(tmp_path, name)
+        result = run_script(folder, **SHORT, run_id="r", deterministic=1)
+        assert result.returncode == 0, result.stderr
+        artifacts.add((folder / "final_model.int6.ptz").read_bytes())
+    assert len(artifacts) == 1
