@@ -1859,9 +1859,18 @@ def decompress(data: bytes) -> bytes:
     except Exception as error:  # noqa: BLE001 - brotli.error is no fixed class over versions
         raise ArtifactError(f"it is neither brotli nor xz, or damaged ({type(error).__name__}: {error})") from None
 
+SEAL = "__artifact__"  # an entry of meta that scripts which look tensors up by name pass over
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 of all names, types, shapes and values."""
+    digest = hashlib.sha256()
+    for name, t in sorted(tensors.items()):
+        digest.update(f"{name} {t.dtype} {tuple(t.shape)} ".encode() + t.contiguous().flatten().numpy().tobytes())
+    return digest.hexdigest()
+
 def pack_artifact(quantized: Quantized, compressor: str) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"w": quantized.tensors, "m": quantized.meta}, buffer)
+    buffer, seal = io.BytesIO(), {"format": 1, "sha256": fingerprint(quantized.tensors)}
+    torch.save({"w": quantized.tensors, "m": quantized.meta | {SEAL: seal}}, buffer)
     return compress(byte_shuffle(buffer.getvalue()), compressor)
 
 def unpack_artifact(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -1876,6 +1885,9 @@ def unpack_artifact(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
         plain = all(isinstance(t, Tensor) and t.layout == torch.strided for t in tensors.values())
         if not plain or not all(isinstance(name, str) for name in (*tensors, *meta)):
             raise TypeError("w must hold plain tensors, all names must be text")
+        seal = dict(meta.pop(SEAL, {}))  # others' artifacts have none
+        if seal and (seal["format"] != 1 or seal["sha256"] != fingerprint(tensors)):
+            raise ValueError(f"format {seal['format']} is not 1, or the tensors are not those that were written")
         return tensors, meta
     except Exception as error:  # noqa: BLE001 - a damaged zip or pickle fails in many ways, which mean the same
         reason = first_line(error)
@@ -1915,8 +1927,9 @@ class Run:
         self.run_id, self.output = hp.run_id or os.urandom(16).hex(), Path(hp.output_dir)
         self.logs, self.artifact = self.output / "logs", self.output / "final_model.int6.ptz"
         self.snapshots = self.output / "checkpoints"
-        if hp.resume and (parts := list(self.logs.glob(f"{self.run_id}*.txt"))):
-            self.run_id += f".{len(parts) + 1}"  # each part of a run has a log of its own
+        if hp.resume and (self.logs / f"{self.run_id}.txt").exists():  # each part of a run has a log of its own
+            parts = len(list(self.logs.glob(f"{self.run_id}.*.txt")))
+            self.run_id = f"{self.run_id}.{parts + 2}"
         self.results: dict[str, Any] = {}
         self.failure: RunError | None = None
         self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
@@ -2015,8 +2028,6 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             micro, reason = self.plan.micro_sequences, first_line(error)
             fits = [n * hp.train_seq_len for n in range(1, micro) if micro % n == 0]
             raise SetupError(f"{reason}; set MICRO_BATCH_TOKENS to one of {fits}") from None
-        if self.world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.world.device)
         self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step, with compile and warm-up")
         self.average = trainer.fit()
         steps, tokens, seconds = trainer.steps_done, trainer.steps_done * hp.train_batch_tokens, trainer.clock.seconds

@@ -593,6 +593,36 @@ def test_hessians_are_sums_of_products_of_inputs_over_batches():
         model.hidden(batch_of(model.hp)[0])  # the hooks are gone
 
 
+# -- the artifact's seal -----------------------------------------------------------------------------------------------
+
+
+def packed(content: dict) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return tg.compress(tg.byte_shuffle(buffer.getvalue()), "lzma")
+
+
+def test_an_artifact_is_sealed_and_one_without_seal_is_read_too():
+    model = fresh_model(gptq_enabled=0)
+    quantized = tg.quantize_state(model.state_dict(), {}, model.hp)
+    content = torch.load(io.BytesIO(tg.byte_unshuffle(tg.decompress(tg.pack_artifact(quantized, "lzma")))))
+    assert content["m"].pop(tg.SEAL)["format"] == 1 and content["m"] == quantized.meta
+    tensors, meta = tg.unpack_artifact(packed(content))
+    assert meta == quantized.meta and tg.fingerprint(tensors) == tg.fingerprint(quantized.tensors)
+
+
+@pytest.mark.parametrize("change", ["value", "name", "format"])
+def test_a_broken_seal_is_refused(change):
+    model = fresh_model(gptq_enabled=0)
+    quantized = tg.quantize_state(model.state_dict(), {}, model.hp)
+    seal = {"format": 2 if change == "format" else 1, "sha256": tg.fingerprint(quantized.tensors)}
+    tensors = {f"{name}{'.' * (change == 'name')}": t.clone() for name, t in quantized.tensors.items()}
+    if change == "value":
+        next(iter(tensors.values())).view(-1)[0] += 1
+    with pytest.raises(tg.ArtifactError, match="not those that were written"):
+        tg.unpack_artifact(packed({"w": tensors, "m": quantized.meta | {tg.SEAL: seal}}))
+
+
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
@@ -616,8 +646,7 @@ def test_gradients_add_up_in_place_and_are_clipped_as_pytorch_does(largest_norm)
 
 
 def test_gradients_of_several_dtypes_are_kept_apart():
-    model = fresh_model()
-    tg.set_precision(model, torch.bfloat16)
+    model = tg.build_model(settings(), tg.Operations(tg.sdpa_attention), CPU, torch.bfloat16)
     gradients = tg.Gradients(model.parameters())
     assert {flat.dtype for flat, _ in gradients.groups} == {torch.float32, torch.bfloat16}
     assert sum(flat.numel() for flat, _ in gradients.groups) == sum(p.numel() for p in model.parameters())
