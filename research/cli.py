@@ -20,7 +20,7 @@ from golf.cli import add_command, print_json, print_table, write_file
 from research import guard, report
 from research.loop import Loop, opened
 from research.propose import Agent, NoProposal, OptunaSearch
-from research.repo import changed_files, exclude_own_files, find_root, git
+from research.repo import Repo, changed_files, exclude_own_files, find_root, git
 from research.store import FOLDER, RESULTS, SHORT, Row, State, load_state, locked, one_line
 
 FAILURES_IN_A_ROW = 5  # of an agent, before `auto` gives up
@@ -100,7 +100,7 @@ def start_command(args: argparse.Namespace) -> int:
 
 def begin(root: Path, args: argparse.Namespace) -> None:
     """Checks everything, writes the state, then makes the branch; all again when it was killed before the baseline."""
-    again = (root / FOLDER / "state.json").exists()
+    again = (path := root / FOLDER / "state.json").exists()
     if (root / RESULTS).exists() or (again and load_state(root).tag != args.tag):
         raise ValueError(f"a session is under way in {root}; go on with run or auto, start in a folder of "
                          f"`git worktree add`, or move {FOLDER} and {RESULTS} away")
@@ -115,7 +115,9 @@ def begin(root: Path, args: argparse.Namespace) -> None:
     if changed := changed_files(root):
         raise ValueError(f"the tree is not clean ({', '.join(changed[:3])}); commit or stash first")
     git(root, "ls-files", "--error-unmatch", "--", state.script)
-    write_file(root / FOLDER / "state.json", json.dumps(asdict(state), indent=1))
+    if again:
+        Repo(root, state).clear_locks(path.stat().st_mtime)
+    write_file(path, json.dumps(asdict(state), indent=1))
     git(root, "checkout", "--quiet", *([] if exists else ["-b"]), branch)
 
 def make_state(root: Path, args: argparse.Namespace) -> State:

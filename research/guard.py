@@ -18,8 +18,7 @@ FROZEN = re.compile("(?i)eval|valid|bpb|score|byte_?table|tokenizer|sliding|pad_
                     "watch|clock")
 
 def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Qualified name and text, without comments and layout, of functions, methods, classes and module constants; fields
-    of a class, such as settings, may change."""
+    """Name and text, without comments, of functions, methods, classes and constants; fields of a class may change."""
     for item in node.body:
         if isinstance(item, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield prefix + item.name, ast.unparse(item)

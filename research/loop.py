@@ -25,13 +25,11 @@ from research.trial import Outcome, end_processes, judge, read_text, run_process
 
 KEPT_FILE_BYTES = 2**20  # larger outputs, such as weights, are deleted: a night of them would fill a disk
 ATTEMPTS = 3  # runs of a commit that already ran well and now fails
-BASELINE_RUNS = 2
-FIRST_SEED = 1337
+BASELINE_RUNS, FIRST_SEED = 2, 1337
 TAIL_LINES, TAIL_WIDTH = 100, 300  # torchrun alone ends with some fifty lines of its own
 
 class Loop:
-    """One session. Its methods may be called from several threads, each with the number of its GPU (None: whatever the
-    script finds); one at a time writes."""
+    """One session, for one thread per GPU (None: whatever the script finds); one at a time writes."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.state = root, load_state(root)
@@ -44,8 +42,6 @@ class Loop:
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-
-    # -- what is known -------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[Row]:
         return read_rows(self.root)
@@ -73,8 +69,6 @@ class Loop:
                           [self.scores(ancestor, hardware) for ancestor in ancestors], saved,
                           self.scores(best, hardware))
 
-    # -- runs ----------------------------------------------------------------------------------------------------------
-
     def run_once(self, commit: str, gpu: str | None) -> Outcome:
         """One run of a commit, recorded."""
         with self.mutex:
@@ -86,7 +80,9 @@ class Loop:
             code = run_process(self.state.command, tree, environment, output / "log.txt", self.state.limit, self.stop)
             outcome = judge(code, read_text(output / "log.txt"), self.state)
         finally:
-            delete_weights(output)
+            for path in output.glob("**/*"):
+                if path.is_file() and path.stat().st_size > KEPT_FILE_BYTES and path.suffix != ".txt":
+                    path.unlink()
         record = {"commit": commit, "seed": seed, "hardware": guard.hardware(gpu), "budget": self.state.budget,
                   **vars(outcome)}
         with self.mutex:
@@ -138,8 +134,6 @@ class Loop:
             reason = f"baseline, {len(scores)} runs, noise {pooled_noise([scores])[0]:.6f}{same}"
             append_row(self.root, self.make_row(tip, hardware, "baseline", Verdict("keep", 0.0, reason)))
             self.say(f"  {reason}")
-
-    # -- one experiment ------------------------------------------------------------------------------------------------
 
     def experiment(self, gpu: str | None, base: str, source: bytes, description: str,
                    changed: Sequence[str] = ()) -> Row:
@@ -226,8 +220,3 @@ def opened(root: Path) -> Iterator[Loop]:
             loop.stop.set()
             loop.recover()
             raise
-
-def delete_weights(output: Path) -> None:
-    for path in output.glob("**/*"):
-        if path.is_file() and not path.is_symlink() and path.stat().st_size > KEPT_FILE_BYTES and path.suffix != ".txt":
-            path.unlink()

@@ -19,8 +19,7 @@ from research.store import RESULTS, SHORT, Row, one_line, whole_lines
 from research.trial import read_text, run_process
 
 PROTOCOL = Path(__file__).with_name("program.md")
-SHOWN_ROWS = 40
-DESCRIPTION_CHARS = 120
+SHOWN_ROWS, DESCRIPTION_CHARS = 40, 120
 CHANGED_TOGETHER = 3  # settings in one proposal of the search
 
 @dataclass(frozen=True)
@@ -155,7 +154,6 @@ class OptunaSearch:
 
     def learn(self, trial: Any, row: Row) -> None:
         with self.loop.mutex:
-            if row.status in ("keep", "discard"):
-                self.study.tell(trial, -row.gain)
-            else:
-                self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
+            failed = row.status not in ("keep", "discard")
+            self.study.tell(trial, None if failed else -row.gain,
+                            state=self.optuna.trial.TrialState.FAIL if failed else None)

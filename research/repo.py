@@ -57,9 +57,8 @@ class Repo:
 
     def tried(self, *options: str) -> dict[int, str]:
         """Commit of each experiment, by number."""
-        form = "--format=%(refname) %(objectname)"
-        lines = git(self.root, "for-each-ref", *options, form, self.ref_folder).splitlines()
-        return {int(name.rsplit("/", 1)[1]): commit for name, commit in map(str.split, lines)}
+        lines = git(self.root, "for-each-ref", *options, self.ref_folder).splitlines()
+        return {int(name.rsplit("/", 1)[1]): commit for commit, _, name in map(str.split, lines)}
 
     def same_script(self, source: bytes) -> str | None:
         """The first tried commit with exactly this script."""
@@ -115,7 +114,7 @@ class Repo:
 
     def clear_locks(self, settling_since: float | None) -> None:
         """Removes lock files that this loop's git left behind when it was killed; those of the user's index and HEAD
-        only when it was killed while settling, and if they are not older."""
+        only when it was killed while it changed them, and if they are not older."""
         common, own = (self.root / git(self.root, "rev-parse", name) for name in ("--git-common-dir", "--git-dir"))
         for path in (common / f"refs/heads/{self.branch}.lock", *(common / self.ref_folder).glob("*.lock")):
             path.unlink(missing_ok=True)

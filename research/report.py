@@ -15,8 +15,7 @@ from research.loop import Loop, opened
 from research.repo import find_root
 from research.store import Row
 
-LABEL_CHARS = 45
-TOP_GAINS = 10
+LABEL_CHARS, TOP_GAINS = 45, 10
 
 def history_command(args: argparse.Namespace) -> int:
     rows = Loop(find_root()).rows()[-args.last:]
@@ -64,8 +63,7 @@ def summarize(loop: Loop) -> dict[str, Any]:
             "top": [{"commit": row.commit, "gain": row.gain, "description": row.description}
                     for row in gains[:TOP_GAINS]]}
 
-def idle(rows: list[Row]) -> int:
-    """Experiments since the last keep."""
+def idle(rows: list[Row]) -> int:  # experiments since the last keep
     return next((i for i, row in enumerate(reversed(rows)) if row.status == "keep"), len(rows))
 
 def plot(rows: list[Row], root: Path) -> str | None:
@@ -104,8 +102,8 @@ def promote_command(args: argparse.Namespace) -> int:
         while len(logs := script_logs(loop, tip)) < args.seeds:
             outcome = loop.run_once(tip, args.gpu)
             if len(script_logs(loop, tip)) == len(logs):
-                raise ValueError(f"a run of {loop.state.script} ended with {outcome.status} ({outcome.reason}) and wrote "
-                                 f"no OUTPUT_DIR/logs/*.txt that a record can use; see {loop.tail(tip)}")
+                raise ValueError(f"a run of {loop.state.script} ended with {outcome.status} ({outcome.reason}) and "
+                                 f"wrote no OUTPUT_DIR/logs/*.txt that a record can use; see {loop.tail(tip)}")
     return golf_cli.main(["new", args.track, args.name, "--author", args.author, "--github-id", args.github_id,
                           "--blurb", args.blurb, "--logs", *map(str, logs), *["--json"] * args.json,
                           *(["--records", str(args.records)] if args.records else [])])

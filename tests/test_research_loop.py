@@ -72,6 +72,14 @@ def test_start_with_a_script_that_fails_says_why(folder, capsys):
     assert "ends with crash" in (said := capsys.readouterr().err) and "the candidate is broken" in said
 
 
+def test_a_start_that_was_killed_starts_again(session):
+    (session / "results.tsv").unlink()
+    for name in ("index", "HEAD", "refs/heads/research/night"):
+        (session / f".git/{name}.lock").touch()
+    assert cli.main([*START]) == 0
+    assert_in_order(session)
+
+
 def test_start_in_a_repository_without_history_or_identity(folder, monkeypatch, tmp_path):
     research_kills.shutil.rmtree(folder / ".git")
     for name, value in {"HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull,
