@@ -1,4 +1,5 @@
 """Properties of the parts where a silent error would change a score, for many lengths, settings and texts."""
+import itertools
 import math
 import sys
 import unicodedata
@@ -153,6 +154,21 @@ def test_bytes_of_joined_documents_add_up(tokenizer, texts):
     assert tables.count(joined) == sum(tables.count(np.array(document)) for document in documents)
     normal = [tokenizer.normalize(text).replace(tg.SPACE_MARKER, " ").encode("utf-8") for text in texts]
     assert tables.count(joined) == sum(len(text) - text.startswith(b" ") for text in normal)
+
+
+@quick
+@given(st.lists(st.integers(0, 511) | st.sampled_from([0, 1, 2, 3, 430]), max_size=30))
+def test_bytes_of_any_tokens_follow_their_predecessors(tokenizer, ids):
+    """Token by token: a byte is one, a control none, and a piece's space is none behind a control."""
+    expected = 0
+    for before, token in itertools.pairwise(ids):
+        boundary, control = (tokenizer.is_control(t) or tokenizer.is_unknown(t) for t in (before, token))
+        if tokenizer.is_byte(token):
+            expected += 1
+        elif not control:
+            text = tokenizer.id_to_piece(token).replace(tg.SPACE_MARKER, " ")
+            expected += len(text.removeprefix(" " if boundary else "").encode("utf-8"))
+    assert tg.byte_tables(tokenizer).count(np.array(ids, np.uint16)) == expected
 
 
 # -- data order --------------------------------------------------------------------------------------------------------
