@@ -1,4 +1,5 @@
-# `make demo` shows the whole pipeline on this machine; `make test` runs every test. Nothing else is needed for set-up.
+# `make demo` shows the whole pipeline on this machine; `make test` runs every test; `make soak` runs the long campaigns
+# and keeps their results. Nothing else is needed for set-up.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
@@ -22,7 +23,7 @@ ifeq ($(call has,$(TEST_MODULES)),1)
 TEST_PYTHON := $(PYTHON)
 else
 TEST_PYTHON := $(VENV)/bin/python
-test: $(VENV)/.installed-tests
+test soak-fuzz soak-research: $(VENV)/.installed-tests
 endif
 
 DEMO_GPUS = $(shell $(DEMO_PYTHON) -c "import torch; print(1 << min(3, max(1, torch.cuda.device_count()).bit_length() - 1))")
@@ -33,7 +34,7 @@ DEMO_SETTINGS = DATA_DIR=$(SAMPLE) OUTPUT_DIR=$(DEMO_OUTPUT) VOCAB_SIZE=1024 NUM
 	GPTQ_RESERVE_SECONDS=5 GPTQ_CALIBRATION_BATCHES=16 WARMUP_STEPS=2 MUON_MOMENTUM_WARMUP_STEPS=60 \
 	MUON_MOMENTUM=0.95 MUON_MOMENTUM_WARMUP_START=0.85 EMA_DECAY=0.95 TRAIN_LOG_EVERY=25 VAL_LOSS_EVERY=0
 
-.PHONY: demo test
+.PHONY: demo test soak soak-fuzz soak-research
 demo:
 	$(DEMO_PYTHON) data/sample_docs.py --out $(SAMPLE) $(SAMPLE_OPTIONS)
 	$(DEMO_PYTHON) data/download_hf_docs_and_tokenize.py --docs-jsonl $(SAMPLE)/docs_selected.jsonl \
@@ -43,6 +44,18 @@ demo:
 test:
 	$(TEST_PYTHON) -m ruff check .
 	$(TEST_PYTHON) -m pytest -q -n 2 --dist loadfile tests
+
+# About two hours on two cores. Each campaign fails by itself; `make -k soak` goes on with the others.
+NOW := $(shell date -u +%Y-%m-%d_%H%M)
+FUZZ_CASES ?= 100000
+KILLS ?= 200
+soak: soak-fuzz soak-research
+
+soak-fuzz:
+	$(TEST_PYTHON) bench/fuzz.py --cases $(FUZZ_CASES) --out bench/results/$(NOW)_fuzz.json
+
+soak-research:
+	$(TEST_PYTHON) bench/research_kills.py --kills $(KILLS) --json bench/results/$(NOW)_research_kills.json
 
 $(VENV)/.installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)
