@@ -519,11 +519,16 @@ def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
     paths = find_shards(hp, "val")
     tokens = np.concatenate([open_shard(path) for path in paths])
     check_token_ids(tokens, hp.vocab_size, hp.dataset_dir)
-    entry = manifest_entry(hp)
-    count = sidecar_count(hp, entry, paths, len(tokens)) if hp.transform else tables.count
-    docs = int((tokens == BOS_ID).sum())
-    whole = {"docs_val": docs, "tokens_val": len(tokens), "bytes_val_normalised": count(tokens)}
-    verdict = check_manifest(hp, entry, whole)
+    manifest, docs = Path(hp.data_dir) / "manifest.json", int((tokens == BOS_ID).sum())
+    try:
+        entry = manifest_entry(manifest, hp.dataset_dir.name)
+        count = sidecar_count(hp, entry, paths, len(tokens)) if hp.transform else tables.count
+        whole = {"docs_val": docs, "tokens_val": len(tokens), "bytes_val_normalised": count(tokens)}
+        verdict = check_manifest(hp, entry, whole)
+    except SetupError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise SetupError(f"{manifest} is damaged ({error!r}); fetch it again or remove it") from None
     rest = (len(tokens) - 1) % hp.eval_seq_len
     used = tokens[:len(tokens) - rest]
     if len(used) < 2:
@@ -541,14 +546,10 @@ def sidecar_count(hp: Hyperparameters, entry: dict, paths: list[Path], n: int) -
         raise SetupError(f"{n} val tokens, but {len(sizes)} in the .bytes files beside them; fetch both again")
     return lambda tokens: int(sizes[1:len(tokens)].sum(dtype=np.int64))
 
-def manifest_entry(hp: Hyperparameters) -> dict[str, Any]:
-    """What manifest.json says of this dataset (empty without one). Raises SetupError when it is damaged."""
-    path = Path(hp.data_dir) / "manifest.json"
-    try:
-        datasets = json.loads(path.read_text(encoding="utf-8"))["datasets"] if path.is_file() else []
-        return next((dict(d) for d in datasets if d["name"] == hp.dataset_dir.name), {})
-    except (ValueError, KeyError, TypeError) as error:
-        raise SetupError(f"{path} is damaged ({error!r}); fetch it again or remove it") from None
+def manifest_entry(manifest: Path, name: str) -> dict[str, Any]:
+    """What manifest.json says of a dataset; empty when it says nothing, or is not there."""
+    datasets = json.loads(manifest.read_text(encoding="utf-8"))["datasets"] if manifest.is_file() else []
+    return next((dict(d) for d in datasets if d["name"] == name), {})
 
 def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, int]) -> str:
     """The whole validation split against the manifest, in words. Raises SetupError: such a score compares with none."""
@@ -1837,6 +1838,8 @@ def byte_unshuffle(data: bytes) -> bytes:
     out[::2], out[1::2] = np.split(body, [(len(body) + 1) // 2])
     return out.tobytes()
 
+LARGEST_UNPACKED = 2**30  # bytes; a few kilobytes can unpack to many gigabytes
+
 def import_brotli() -> Any:
     """The module, which only its users need. Raises SetupError."""
     try:
@@ -1848,17 +1851,27 @@ def import_brotli() -> Any:
 def compress(data: bytes, compressor: str) -> bytes:
     return lzma.compress(data, preset=6) if compressor == "lzma" else import_brotli().compress(data, quality=11)
 
-def decompress(data: bytes) -> bytes:
-    """Inverse of `compress`; the format is read from the data. Raises ArtifactError."""
-    codec = lzma.LZMADecompressor(lzma.FORMAT_XZ) if data.startswith(XZ_MAGIC) else import_brotli()
+def decompress(data: bytes, limit: int = LARGEST_UNPACKED) -> bytes:
+    """Inverse of `compress`; the format is read from the data. Raises ArtifactError, also beyond `limit` bytes."""
+    brotli = None if data.startswith(XZ_MAGIC) else import_brotli()
     try:
-        raw = codec.decompress(data)
-        if data.startswith(XZ_MAGIC) and (not codec.eof or codec.unused_data):
+        if brotli:
+            codec = brotli.Decompressor()
+            raw = codec.process(data, output_buffer_limit=limit + 1)
+            whole = codec.is_finished()
+        else:
+            codec = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+            raw = codec.decompress(data, limit + 1)
+            whole = codec.eof and not codec.unused_data
+        if len(raw) > limit:
+            raise ValueError(f"it unpacks to over {limit} bytes")
+        if not whole:
             raise ValueError("it is cut off, or something follows its end")
         return raw
     except Exception as error:  # noqa: BLE001 - brotli.error is no fixed class over versions
         raise ArtifactError(f"it is neither brotli nor xz, or damaged ({type(error).__name__}: {error})") from None
 
+ARTIFACT_DTYPES = (torch.int8, torch.float16, torch.bfloat16, torch.float32)
 SEAL = "__artifact__"  # an entry of meta that scripts which look tensors up by name pass over
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
@@ -1873,18 +1886,27 @@ def pack_artifact(quantized: Quantized, compressor: str) -> bytes:
     torch.save({"w": quantized.tensors, "m": quantized.meta | {SEAL: seal}}, buffer)
     return compress(byte_shuffle(buffer.getvalue()), compressor)
 
-def unpack_artifact(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and meta of an artifact; only tensors and plain containers are loaded. Raises ArtifactError."""
-    raw = io.BytesIO(byte_unshuffle(decompress(data)))
+def unpack_artifact(data: bytes, limit: int = LARGEST_UNPACKED) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and meta of an artifact; only tensors and plain containers are loaded, and at most `limit` bytes.
+
+    Raises ArtifactError.
+    """
+    raw = io.BytesIO(byte_unshuffle(decompress(data, limit)))
     try:
+        if sum(item.file_size for item in zipfile.ZipFile(raw).infolist()) > limit:
+            raise ValueError(f"its files unpack to over {limit} bytes")
         if broken := zipfile.ZipFile(raw).testzip():  # brotli has no checksum; torch.load ignores the zip's
             raise ValueError(f"checksum of {broken} does not match")
         raw.seek(0)
         content = torch.load(raw, map_location="cpu", weights_only=True)
         tensors, meta = dict(content["w"]), dict(content["m"])
-        plain = all(isinstance(t, Tensor) and t.layout == torch.strided for t in tensors.values())
-        if not plain or not all(isinstance(name, str) for name in (*tensors, *meta)):
-            raise TypeError("w must hold plain tensors, all names must be text")
+        kinds = {(t.device.type, t.layout, t.dtype) for t in tensors.values()}
+        if not kinds <= {("cpu", torch.strided, dtype) for dtype in ARTIFACT_DTYPES}:
+            raise TypeError("w must hold plain tensors on the CPU, of int8 or floating point")
+        if sum(t.nbytes for t in tensors.values()) > limit:
+            raise ValueError(f"its tensors have over {limit} bytes")  # a stride of 0 needs no memory before
+        if not all(isinstance(name, str) for name in (*tensors, *meta)):
+            raise TypeError("all names must be text")
         seal = dict(meta.pop(SEAL, {}))  # others' artifacts have none
         if seal and (seal["format"] != 1 or seal["sha256"] != fingerprint(tensors)):
             raise ValueError(f"format {seal['format']} is not 1, or the tensors are not those that were written")
@@ -2131,7 +2153,9 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         """Reads the file on rank 0, hands the bytes to all ranks (other nodes have no such file) and loads them."""
         data = self.world.broadcast_object(path.read_bytes() if self.world.is_main else None)
         try:
-            self.model.load_state_dict(dequantize(*unpack_artifact(data), self.model.state_dict()))
+            state = self.model.state_dict()
+            limit = 8 * sum(t.numel() for t in state.values()) + 2**22  # twice what fp32 weights need
+            self.model.load_state_dict(dequantize(*unpack_artifact(data, limit), state))
         except ArtifactError as error:
             raise ArtifactError(f"{path} cannot be scored: {error}") from None
         total = len(self.source) + len(data)
