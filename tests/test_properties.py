@@ -192,7 +192,7 @@ def test_each_cursor_gives_each_block_of_its_own_shard_once(tmp_path_factory, co
     assume(max(counts) > seq_len)
     paths = write_shards(tmp_path_factory.mktemp("shards"), counts)
     loaders = [tg.CoprimeLoader(paths, seq_len, per_rank * world_size, rank, world_size) for rank in range(world_size)]
-    taken, order = defaultdict(list), []
+    whole, taken = tg.CoprimeLoader(paths, seq_len, per_rank * world_size, 0, world_size), defaultdict(list)
 
     def take(cursor, seq_len, original=tg.ShardCursor.take):
         start = original(cursor, seq_len)
@@ -206,8 +206,8 @@ def test_each_cursor_gives_each_block_of_its_own_shard_once(tmp_path_factory, co
                 patch.setattr(tg.ShardCursor, "take", take)
             batches += [loader.next_batch() for loader in loaders[1:]]
             rows = np.concatenate([inputs for inputs, _ in batches])
-            assert len(rows) == per_rank * world_size
-            order += rows[:, 0].tolist()
+            draw = [(1000 * shard + start) % 65536 for shard, start in whole.next_windows()]
+            assert sorted(rows[:, 0].tolist()) == sorted(draw), "ranks must share a draw without rest"
             assert ((rows - rows[:, :1]) % 65536 == np.arange(seq_len)).all(), "a window is one run of one shard"
             for inputs, targets in batches:
                 np.testing.assert_array_equal(targets % 65536, (inputs + 1) % 65536)
@@ -217,7 +217,6 @@ def test_each_cursor_gives_each_block_of_its_own_shard_once(tmp_path_factory, co
         assert {(start - cursor.phase) % seq_len for start in starts} == {0}
         assert len(starts) < cursor.blocks or sorted(starts) == list(
             range(cursor.phase, cursor.phase + cursor.blocks * seq_len, seq_len))
-    assert order
 
 
 # -- settings, optimizers, averages, artifacts -------------------------------------------------------------------------
