@@ -149,14 +149,13 @@ def small_model() -> tg.GPT:
     hp = conftest.settings(num_layers=1, xsa_last_n=0, ve_layers=0)
     return tg.build_model(hp, tg.Operations(tg.sdpa_attention), torch.device("cpu"), torch.bfloat16)
 
-def small_content(state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Its artifact's content, with every storage class, which else only large tensors have."""
+def quantize(state: dict[str, torch.Tensor]) -> tg.Quantized:
+    """In every storage class, which else only large tensors have."""
     before, tg.PASSTHROUGH_MAX_ELEMENTS = tg.PASSTHROUGH_MAX_ELEMENTS, 300
     try:
-        done = tg.quantize_state(state, {}, HP)
+        return tg.quantize_state(state, {}, HP)
     finally:
         tg.PASSTHROUGH_MAX_ELEMENTS = before
-    return {"w": done.tensors, "m": done.meta}
 
 def saved(content: Any) -> bytes:
     buffer = io.BytesIO()
@@ -170,11 +169,12 @@ def compress(raw: bytes, rng: random.Random) -> bytes:
 
 MODEL = small_model()
 STATE = {name: t.clone() for name, t in MODEL.state_dict().items()}
-CONTENT = small_content(STATE)
-RAW = saved(CONTENT)
-PACKED = [brotli.compress(tg.byte_shuffle(RAW), quality=5), lzma.compress(tg.byte_shuffle(RAW), preset=6)]
+QUANTIZED = quantize(STATE)
+CONTENT = {"w": QUANTIZED.tensors, "m": QUANTIZED.meta}
+assert {"int6", "int8"} <= {m["type"] for m in QUANTIZED.meta.values() if isinstance(m, dict)}
+PACKED = [tg.pack_artifact(QUANTIZED, compressor) for compressor in ("brotli", "lzma")]
+RAW = tg.byte_unshuffle(tg.decompress(PACKED[0]))
 GOOD = tg.dequantize(*tg.unpack_artifact(PACKED[0]), STATE)
-assert {"int6", "int8"} <= {m["type"] for m in CONTENT["m"].values() if isinstance(m, dict)}
 
 def write_artifact(folder: Path, data: bytes, same: bool = False) -> Examination:
     (folder / "given.ptz").write_bytes(data)
@@ -380,9 +380,10 @@ def huge_storage() -> bytes:
 def called(function: str, *arguments: Any) -> bytes:
     return brotli.compress(zipped([("archive/data.pkl", Calls(function, *arguments).pickled())]), quality=1)
 
-def expanded() -> bytes:
-    """One stored number that stands for 40 GB of equal ones."""
-    return saved({"w": {**CONTENT["w"], "x": torch.zeros(1).expand(100_000, 100_000)}, "m": CONTENT["m"]})
+def expanded(**more: Any) -> bytes:
+    """One stored number that stands for 40 GB of equal ones; `more` goes into meta."""
+    content = {"w": {**CONTENT["w"], "x": torch.zeros(1).expand(100_000, 100_000)}, "m": CONTENT["m"] | more}
+    return brotli.compress(saved(content), quality=1)
 
 @cache
 def bomb_files() -> list[bytes]:
@@ -394,7 +395,7 @@ def bomb_files() -> list[bytes]:
             called("builtins.bytearray", 10**12), called("builtins.bytearray", 2**29),
             called("builtins.bytearray", Calls("builtins.bytearray", 2**29)),
             called("torch.FloatStorage", 2**29), called("torch.Size", [2**62] * 4),
-            brotli.compress(huge_storage(), quality=1), brotli.compress(expanded(), quality=1)]
+            brotli.compress(huge_storage(), quality=1), expanded(), expanded(__artifact__={"format": 1, "sha256": ""})]
 
 def bombs(rng: random.Random, folder: Path) -> Examination:
     """Small files that expand to gigabytes, whole or damaged."""

@@ -187,37 +187,40 @@ def write_shards(folder: Path, counts: list[int]) -> list[Path]:
 
 
 @quick
+@given(st.lists(st.integers(0, 900), min_size=1, max_size=6), st.integers(1, 60))
+def test_each_walk_over_a_shard_takes_each_of_its_blocks_once(tmp_path_factory, counts, seq_len):
+    """One window a draw shows the order: a walk's first start tells its phase and so all its blocks."""
+    assume(max(counts) > seq_len)
+    loader = tg.CoprimeLoader(write_shards(tmp_path_factory.mktemp("shards"), counts), seq_len, 1)
+    order, cycles = defaultdict(list), 0
+    for _ in range(2 * sum(counts) // seq_len + 5):
+        shard, start = loader.next_windows()[0]
+        order[shard].append(start)
+    for shard, starts in order.items():
+        while starts:
+            phase = starts[0] % seq_len
+            blocks = set(range(phase, counts[shard] - seq_len, seq_len))
+            walk, starts = starts[:len(blocks)], starts[len(blocks):]
+            assert len(set(walk)) == len(walk) and set(walk) <= blocks
+            cycles += set(walk) == blocks
+    assert cycles
+
+
+@quick
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=6), st.integers(1, 60), st.integers(1, 4), st.integers(1, 5))
-def test_each_cursor_gives_each_block_of_its_own_shard_once(tmp_path_factory, counts, seq_len, world_size, per_rank):
+def test_ranks_share_each_draw_and_read_whole_windows(tmp_path_factory, counts, seq_len, world_size, per_rank):
     assume(max(counts) > seq_len)
     paths = write_shards(tmp_path_factory.mktemp("shards"), counts)
-    loaders = [tg.CoprimeLoader(paths, seq_len, per_rank * world_size, rank, world_size) for rank in range(world_size)]
-    taken, order = defaultdict(list), []
-
-    def take(cursor, seq_len, original=tg.ShardCursor.take):
-        start = original(cursor, seq_len)
-        taken[id(cursor)].append((cursor, start))
-        return start
-
-    with pytest.MonkeyPatch.context() as patch:
-        for number in range(60):
-            batches = [loaders[0].next_batch()]
-            if number == 0:
-                patch.setattr(tg.ShardCursor, "take", take)
-            batches += [loader.next_batch() for loader in loaders[1:]]
-            rows = np.concatenate([inputs for inputs, _ in batches])
-            assert len(rows) == per_rank * world_size
-            order += rows[:, 0].tolist()
-            assert ((rows - rows[:, :1]) % 65536 == np.arange(seq_len)).all(), "a window is one run of one shard"
-            for inputs, targets in batches:
-                np.testing.assert_array_equal(targets % 65536, (inputs + 1) % 65536)
-    for uses in taken.values():
-        cursor, starts = uses[0][0], [start for _, start in uses]
-        assert len(set(starts)) == len(starts) <= cursor.blocks
-        assert {(start - cursor.phase) % seq_len for start in starts} == {0}
-        assert len(starts) < cursor.blocks or sorted(starts) == list(
-            range(cursor.phase, cursor.phase + cursor.blocks * seq_len, seq_len))
-    assert order
+    whole, *loaders = [tg.CoprimeLoader(paths, seq_len, per_rank * world_size, rank, world_size)
+                       for rank in (0, *range(world_size))]
+    for _ in range(30):
+        draw = [(1000 * shard + start) % 65536 for shard, start in whole.next_windows()]
+        batches = [loader.next_batch() for loader in loaders]
+        rows = np.concatenate([inputs for inputs, _ in batches])
+        assert sorted(rows[:, 0].tolist()) == sorted(draw) and len(draw) == per_rank * world_size
+        assert ((rows - rows[:, :1]) % 65536 == np.arange(seq_len)).all(), "a window is one run of one shard"
+        for inputs, targets in batches:
+            np.testing.assert_array_equal(targets, (inputs + 1) % 65536)
 
 
 # -- settings, optimizers, averages, artifacts -------------------------------------------------------------------------
@@ -305,7 +308,7 @@ def test_what_is_scored_is_what_the_artifact_holds(hp, seed, compressor, bf16, s
     expected = from_parts(done.tensors, done.meta, model.state_dict())
     assert "int8" in kinds and list(state) == list(expected)
     assert all(torch.equal(state[name], t) and state[name].dtype == t.dtype for name, t in expected.items())
-    tg.load_weights(model, state)
+    model.load_state_dict(state)
     twin.load_state_dict(expected)
     tokens = torch.randint(0, hp.vocab_size, (2, 33), generator=generator)
     with torch.no_grad():
