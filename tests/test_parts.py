@@ -205,7 +205,7 @@ def test_ranks_read_disjoint_windows_that_make_up_the_draw(shards, world):
         parts = [loader.next_batch()[0] for loader in loaders]
         windows = whole.next_windows()
         assert len(set(windows)) >= len(windows) - 4  # a walk that is over may be redrawn within the draw
-        expected = [whole.tokens[s][start : start + 32] for s, start in windows]
+        expected = [tg.open_shard(whole.paths[s])[start : start + 32] for s, start in windows]
         for rank, part in enumerate(parts):
             np.testing.assert_array_equal(part, np.stack(expected[rank::world]))
 

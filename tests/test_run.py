@@ -301,9 +301,12 @@ def test_wall_clock_stops_the_run_and_the_hessians_fit(limits):
     assert re.search(r"(?m)^GPTQ:collected 8 Hessians", out)
 
 
-def test_rate_falls_to_zero_at_the_cap(limits):
-    factors = [record["lr_factor"] for record in records(limits["clock"][0], "r", "step")]
-    assert factors[0] == 1.0 and factors == sorted(factors, reverse=True) and factors[-1] < 0.2
+def test_rate_follows_the_clock_down_to_the_cap(limits):
+    steps = records(limits["clock"][0], "r", "step")
+    seconds = [0.0] + [record["train_seconds"] for record in steps]
+    expected = [tg.lr_factor(before / 3, 0.667, 0.0) for before in seconds[:-1]]  # 3 of 5 s, the rest is reserved
+    assert [record["lr_factor"] for record in steps] == pytest.approx(expected, abs=1e-9)
+    assert expected[0] == 1.0 and seconds[-2] < 3 <= seconds[-1]
 
 
 def test_training_data_read_past_the_cap_fails_the_run(limits):
