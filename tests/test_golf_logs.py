@@ -148,7 +148,7 @@ def test_a_run_without_a_score_has_no_final(tmp_path):
 
 @pytest.mark.parametrize("records, error", [
     ('{"type": "step"\n{"type": "x"}\n', "jsonl:1: no record"),
-    ('{"type": "settings", "run_id": "other"}\n', "belongs to run other"),
+    ('{"type": "settings", "run_id": "other"}\n', "belongs to run 'other'"),
 ])
 def test_foreign_or_broken_records(tmp_path, records, error):
     path = write(tmp_path, gh.log_text(42, 2.5275))

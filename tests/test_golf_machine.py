@@ -2,6 +2,7 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -48,13 +49,14 @@ def test_doctor_names_damaged_and_missing_data(tmp_path):
 
 
 def test_attention_reasons_name_each_backend_before_the_chosen_one(monkeypatch):
-    def only_math(name, *_):
+    def only_math(name):
         if name != "math":
             raise RuntimeError(f"no {name} here\nsecond line")
 
-    monkeypatch.setattr(tg, "try_attention", only_math)
-    expected = "math (fa3: no fa3 here; cudnn: no cudnn here; flash: no flash here)"
-    assert machine.check_attention(tg.Hyperparameters()).value == expected
+    monkeypatch.setattr(tg, "use_sdpa_backend", only_math)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    reason = machine.check_attention(tg.Hyperparameters()).value
+    assert re.fullmatch(r"math \(fa3: .*flash_attn_interface.*; cudnn: .*; flash: no flash here\)", reason)
 
 
 def test_slow_machine_is_said(monkeypatch, tmp_path):
