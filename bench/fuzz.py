@@ -299,6 +299,8 @@ def main() -> int:
         results.append(outcome)
         if outcome.failed or args.case:
             print(f"{outcome.case}: {outcome.verdict} {outcome.detail}", flush=True)
+        if len(results) % 10_000 == 0:
+            print(f"{len(results)} cases in {time.monotonic() - began:.0f} s", flush=True)
     summary = summarise(results)
     result = {**describe(), "seed": args.seed, "seconds": round(time.monotonic() - began, 1), **summary}
     print(f"{summary['cases']} cases: {summary['verdicts']}")

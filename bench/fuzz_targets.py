@@ -265,7 +265,8 @@ def odd_tensor(like: torch.Tensor, rng: random.Random) -> Any:
     shape = like.shape
     return rng.choice((
         lambda: torch.full(shape, math.nan, dtype=torch.float16), lambda: torch.full(shape, math.inf),
-        lambda: torch.full(shape, 3.4e38), lambda: torch.full(shape, -1e308, dtype=torch.float64),
+        lambda: torch.full(shape, 3.4e38), lambda: torch.full(shape, 3.4e38 / 3),
+        lambda: torch.full(shape, -1e308, dtype=torch.float64),
         lambda: torch.zeros(shape, device="meta"), lambda: torch.zeros(shape).to_sparse(),
         lambda: torch.zeros(shape, dtype=torch.complex64), lambda: torch.zeros(shape, dtype=torch.bool),
         lambda: torch.zeros(shape, dtype=torch.uint8).view(torch.bits8), lambda: torch.zeros(shape, dtype=torch.uint16),
@@ -378,7 +379,9 @@ def huge_storage() -> bytes:
                    for name, data in files])
 
 def called(function: str, *arguments: Any) -> bytes:
-    return brotli.compress(zipped([("archive/data.pkl", Calls(function, *arguments).pickled())]), quality=1)
+    code = Calls(function, *arguments).pickled()
+    files = [(name, code if name.endswith("data.pkl") else data) for name, data in members(RAW)]
+    return brotli.compress(zipped(files), quality=1)
 
 def expanded(**more: Any) -> bytes:
     """One stored number that stands for 40 GB of equal ones; `more` goes into meta."""
@@ -392,8 +395,8 @@ def bomb_files() -> list[bytes]:
             brotli.compress(zeros_brotli(102_400), quality=5),
             lzma.compress(zeros_xz(4096), preset=0), brotli.compress(zeros_xz(4096), quality=1),
             brotli.compress(deflated, quality=5), lzma.compress(deflated, preset=0),
-            called("builtins.bytearray", 10**12), called("builtins.bytearray", 2**29),
-            called("builtins.bytearray", Calls("builtins.bytearray", 2**29)),
+            called("builtins.bytearray", 10**12), called("builtins.bytearray", 300 << 20),
+            called("builtins.bytearray", Calls("builtins.bytearray", 300 << 20)),  # a copy uses its memory
             called("torch.FloatStorage", 2**29), called("torch.Size", [2**62] * 4),
             brotli.compress(huge_storage(), quality=1), expanded(), expanded(__artifact__={"format": 1, "sha256": ""})]
 
