@@ -44,8 +44,9 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, default=str))
 
 def shown(value: Any, form: str = "") -> str:
-    """A value in its format, `-` for None."""
-    return "-" if value is None else format(value, form)
+    """A value in its format, `-` for None; what no encoding can hold, such as half of a surrogate pair, as an escape."""
+    text = "-" if value is None else format(value, form)
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """A rich table on a terminal; aligned plain text in a pipe or file."""

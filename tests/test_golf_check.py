@@ -282,3 +282,9 @@ def test_odd_bytes_are_an_error_not_a_crash(name, tmp_path):
 
 def test_an_empty_folder_is_reported_not_crashed_on(tmp_path):
     assert {"files", "names"} <= rules(tmp_path)
+
+
+def test_text_that_no_terminal_can_show_is_shown_as_an_escape(tmp_path):
+    folder = changed_json(tmp_path, track="half \ud800")
+    result = gh.golf("check", folder)
+    assert result.returncode == 1 and "Traceback" not in result.stderr and "\\ud800" in result.stdout
