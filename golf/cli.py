@@ -44,7 +44,7 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, default=str))
 
 def shown(value: Any, form: str = "") -> str:
-    """A value in its format, `-` for None; what no encoding can hold, such as half of a surrogate pair, as an escape."""
+    """A value in its format, `-` for None; what no encoding holds, such as half a surrogate pair, as an escape."""
     text = "-" if value is None else format(value, form)
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
