@@ -2,8 +2,6 @@
 
 bench/kernels.py does the same in bf16 on a GPU and then times them.
 """
-import functools
-
 import pytest
 import torch
 from conftest import settings
@@ -39,32 +37,28 @@ def unwritten_is_nan(monkeypatch):
     monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poisoned(empty_like(*args, **kwargs)))
 
 
-def runs(name, call):
-    return [functools.partial(call, getattr(ops, name)) for ops in (tg.fused_operations(None), tg.Operations(None))]
+def fused(attend=None) -> tg.Operations:
+    return tg.Operations(attend, tg.SplitQKV.apply, tg.mlp_fused, tg.head_losses_fused)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["split_qkv", "mlp", "head_losses"])
 def test_outputs_and_gradients_equal_the_plain_twin(unwritten_is_nan, name, shape):
-    hp = settings(**SHAPES[shape])
-    inputs, call = tg.operation_cases(hp, CPU, torch.float32, 2, 37)[name]
-    assert tg.largest_error(*runs(name, call), inputs) < 2e-6
+    case = tg.operation_cases(settings(**SHAPES[shape]), CPU, torch.float32, 2, 37)[name]
+    assert tg.largest_error(getattr(fused(), name), getattr(tg, name), *case) < 2e-6
 
 
 @pytest.mark.parametrize("name", ["mlp", "head_losses"])
 def test_evaluation_equals_the_plain_twin(unwritten_is_nan, name):
-    inputs, call = tg.operation_cases(settings(), CPU, torch.float32, 2, 37)[name]
-    fused, plain = runs(name, call)
+    inputs, constants = tg.operation_cases(settings(), CPU, torch.float32, 2, 37)[name]
     with torch.no_grad():
-        torch.testing.assert_close(fused(*inputs), plain(*inputs), rtol=1e-5, atol=1e-5)
+        ours, twin = (function(*inputs, *constants) for function in (getattr(fused(), name), getattr(tg, name)))
+    torch.testing.assert_close(ours, twin, rtol=1e-5, atol=1e-5)
 
 
 def test_a_value_embedding_may_be_absent(unwritten_is_nan):
-    hp = settings()
-    (qkv, _, gain), _ = tg.operation_cases(hp, CPU, torch.float32, 2, 37)["split_qkv"]
-    rope = tg.rope_tables(hp, 37, CPU, torch.float32)
-    ours, twins = (f(qkv, None, rope, gain, hp.num_kv_heads) for f in (tg.split_qkv_fused, tg.split_qkv))
-    for a, b in zip(ours, twins):
+    (qkv, _, gain), constants = tg.operation_cases(settings(), CPU, torch.float32, 2, 37)["split_qkv"]
+    for a, b in zip(tg.SplitQKV.apply(qkv, None, gain, *constants), tg.split_qkv(qkv, None, gain, *constants)):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -81,13 +75,11 @@ def test_the_last_bit_of_the_hidden_layer_is_the_sign_of_the_product():
 
 def test_a_kernel_that_is_off_is_refused_with_the_reason(monkeypatch):
     """On a machine that could run them; the choice itself is what is tested."""
-    monkeypatch.setattr(tg.torch.cuda, "get_device_capability", lambda device: (9, 0))
-    wrong = tg.Operations(None, head_losses=lambda *args: 1.1 * tg.head_losses(*args))
-    monkeypatch.setattr(tg, "fused_operations", lambda attend: wrong)
-    hp = settings()
-    cases = tg.operation_cases(hp, CPU, torch.float32, 2, 16)
+    cases = tg.operation_cases(settings(), CPU, torch.float32, 2, 16)
     monkeypatch.setattr(tg, "operation_cases", lambda *args: cases)
-    ops, reason = tg.choose_operations(hp, None, torch.device("cuda"), torch.bfloat16)
+    monkeypatch.setattr(tg, "is_hopper", lambda device: True)
+    monkeypatch.setattr(tg, "head_losses_fused", lambda *args: 1.1 * tg.head_losses(*args))
+    ops, reason = tg.choose_operations(settings(), None, torch.device("cuda"), torch.bfloat16)
     assert ops == tg.Operations(None) and reason.startswith("0 (WARNING: slow; head_losses is off by 2.1e-01")
     with pytest.raises(tg.SetupError, match=r"KERNELS=1 cannot be used here.*head_losses is off"):
         tg.choose_operations(settings(kernels="1"), None, torch.device("cuda"), torch.bfloat16)
@@ -104,17 +96,17 @@ def test_kernels_are_not_chosen_where_they_cannot_run():
 
 def test_a_whole_model_with_kernels_equals_the_plain_one():
     hp = settings()
-    plain, fused = (tg.build_model(hp, ops, CPU, torch.float32)
-                    for ops in (tg.Operations(tg.sdpa_attention), tg.fused_operations(tg.sdpa_attention)))
+    plain, ours = (tg.build_model(hp, ops, CPU, torch.float32)
+                   for ops in (tg.Operations(tg.sdpa_attention), fused(tg.sdpa_attention)))
     with torch.no_grad():
         for p in plain.parameters():
             p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    fused.load_state_dict(plain.state_dict())
+    ours.load_state_dict(plain.state_dict())
     tokens = torch.randint(hp.vocab_size, (2, 33), generator=torch.Generator().manual_seed(2))
-    for model in (plain, fused):
+    for model in (plain, ours):
         model(tokens[:, :-1], tokens[:, 1:]).backward()
-    for (name, a), b in zip(fused.named_parameters(), plain.parameters()):
+    for (name, a), b in zip(ours.named_parameters(), plain.parameters()):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-6, msg=name)
     with torch.no_grad():
-        ours, twins = (model(tokens[:, :-1], tokens[:, 1:], 20, "none") for model in (fused, plain))
-    torch.testing.assert_close(ours, twins, rtol=1e-5, atol=1e-5)
+        losses, twins = (model(tokens[:, :-1], tokens[:, 1:], 20, "none") for model in (ours, plain))
+    torch.testing.assert_close(losses, twins, rtol=1e-5, atol=1e-5)
