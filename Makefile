@@ -45,7 +45,7 @@ test:
 	$(TEST_PYTHON) -m ruff check .
 	$(TEST_PYTHON) -m pytest -q -n 2 --dist loadfile tests
 
-# About two hours on two cores. Each campaign fails by itself; `make -k soak` goes on with the others.
+# Each campaign fails by itself; `make -k soak` goes on with the others.
 NOW := $(shell date -u +%Y-%m-%d_%H%M)
 FUZZ_CASES ?= 100000
 KILLS ?= 200

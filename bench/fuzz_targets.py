@@ -296,8 +296,7 @@ def contents(rng: random.Random, folder: Path) -> Examination:
         elif part == "m":
             content["m"][name] = rng.choice((odd_value(rng), "int6", "passthrough", {"type": "int8"}))
         else:
-            like = content["w"].get(name)
-            content["w"][name] = odd_tensor(like if isinstance(like, torch.Tensor) else torch.zeros(3), rng)
+            content["w"][name] = odd_tensor(CONTENT["w"].get(name, torch.zeros(3)), rng)
     return write_artifact(folder, compress(saved(content), rng))
 
 class Calls:
