@@ -1509,7 +1509,8 @@ class Trainer:
 
     def _compare_weights(self) -> None:
         """Ranks whose weights have drifted apart train a model that none of them has. Raises DivergedError."""
-        bits = sum(p.detach().flatten().view(torch.int16).sum(dtype=torch.int64) for p in self.parameters)
+        weights = self.model.parameters()
+        bits = sum(p.detach().flatten().view(torch.int16).sum(dtype=torch.int64) for p in weights)
         sums = [row[0] for row in self.world.gather([int(bits) % 2**48])]
         if wrong := [rank for rank, value in enumerate(sums) if value != sums[0]]:
             raise DivergedError(f"ranks {wrong} have other weights than rank 0 after step {self.steps_done}: a GPU or "
@@ -1551,9 +1552,9 @@ class Snapshots:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a step changes, by name."""
-        trainer, names = self.trainer, [name for name, _ in self.trainer.model.named_parameters()]
-        found = {f"model.{name}": p.detach() for name, p in zip(names, trainer.parameters)}
-        found |= {f"ema.{name}": t for name, t in zip(names, self.ema.shadow)} | trainer.optimizers.tensors()
+        trainer, named = self.trainer, dict(self.trainer.model.named_parameters())
+        found = {f"model.{name}": p.detach() for name, p in named.items()}
+        found |= {f"ema.{name}": t for name, t in zip(named, self.ema.shadow)} | trainer.optimizers.tensors()
         found["progress"] = torch.tensor([trainer.steps_done, trainer.clock.seconds], dtype=torch.float64)
         return {name: t for name, t in found.items() if t.numel()}
 

@@ -91,22 +91,23 @@ def one_run(folder: Path, ranks: int, rng: random.Random, kills: int, every: str
     done: list[str] = []
     while True:
         before = len(losses(folder))
-        job = start(folder, ranks, RESUME="auto", CHECKPOINT_EVERY_SECONDS=every)
+        job, struck = start(folder, ranks, RESUME="auto", CHECKPOINT_EVERY_SECONDS=every), False
         wanted = rng.randrange(STEPS)
         while job.poll() is None and len(done) < kills:
             parts = losses(folder) if (folder / "logs").is_dir() else []
             if len(parts) > before and max(parts[-1], default=-1) >= wanted:
                 time.sleep(rng.random() * 0.3)
                 how = rng.choice(KILLS if ranks > 1 else KILLS[1:])
-                if job.poll() is None:
+                if struck := job.poll() is None:
                     strike(job, how, folder, rng)
                     done.append(how)
                 break
             time.sleep(0.02)
-        if job.wait(timeout=300) == 0:
+        code = job.wait(timeout=300)
+        if code == 0:
             return done
-        if len(done) >= kills and len(losses(folder)) > before + 1:
-            raise SystemExit(f"a run that nobody killed failed: {folder}/output.txt")
+        if not struck:
+            raise SystemExit(f"a run that nobody killed ended with {code}: {folder}/output.txt")
 
 
 def verify(folder: Path, reference: Path) -> int:

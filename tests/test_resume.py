@@ -148,7 +148,7 @@ step = train_gpt.Trainer.step
 def drifting(self, data, number, factor):
     loss = step(self, data, number, factor)
     if os.environ["RANK"] == "1" and number == 2:
-        self.parameters[3].data.view(-1)[0] += 1e-3
+        list(self.model.parameters())[3].data.view(-1)[0] += 1e-3
     return loss
 
 train_gpt.Trainer.step = drifting
