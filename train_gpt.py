@@ -2113,14 +2113,16 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             data = pack_artifact(quantized, self.hp.compressor) if self.world.is_main else b""
             self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s")
             self.results["int6_scale_factor"] = scales
-            size, codes = self.world.broadcast_object(len(data)), code_counts(quantized)
-            if not 0 < target < size + len(self.source) or not codes.sum():
+            size = self.world.broadcast_object(len(data))
+            int6 = sum(quantized.tensors[f"{name}.q"].numel() for name, kind in quantized.meta.items()
+                       if isinstance(kind, dict) and kind["type"] == "int6")
+            if not 0 < target < size + len(self.source) or not int6:
                 break
             # A try costs 80 s of brotli; the entropy of the codes foretells its size to 0.1 %, in seconds.
-            allowed = entropy_bytes(codes) * 0.999 * max(target - len(self.source), 1) / size
+            allowed = entropy_bytes(code_counts(quantized)) - 1.01 * (size + len(self.source) - target) - 0.001 * size
             for _ in range(4):
                 excess = entropy_bytes(code_counts(quantized)) - allowed
-                scales = self.world.broadcast_object(scales * 2 ** (8 * excess / int(codes.sum())))
+                scales = self.world.broadcast_object(scales * 2 ** (8 * excess / int6))
                 quantized = quantize_state(state, hessians, self.hp, scales, self.world)
             self.log(f"WARNING: {size + len(self.source)} is over TARGET_TOTAL_BYTES={target}; "
                      f"again with scales x {scales:.4f}")
