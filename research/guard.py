@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 # Names of definitions that compute, count, time or print the score.
-FROZEN = re.compile("(?i)eval|valid|bpb|score|byte_?table|tokenizer|sliding|pad_win|sidecar|summar|size_cap|manifest|"
+FROZEN = re.compile("(?i)eval|valid|bpb|score|byte_?table|tokenizer|sliding|report|sidecar|summar|size_cap|manifest|"
                     "watch|clock")
 
 def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:

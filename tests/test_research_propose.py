@@ -64,7 +64,7 @@ def test_the_real_script_has_settings_and_a_frozen_metric():
     assert {"MATRIX_LR", "MUON_WD", "EMA_DECAY", "WARMDOWN_FRAC"} <= set(found)
     assert found["EMA_DECAY"].high < 1 and not {"SEED", "MAX_WALLCLOCK_SECONDS", "VOCAB_SIZE"} & set(found)
     frozen = guard.frozen_parts(source)
-    assert {"Evaluator", "byte_tables", "Run.score", "Run.evaluate", "Stopwatch", "SIZE_CAP_BYTES"} <= set(frozen)
+    assert {"Evaluator", "byte_tables", "Run.score", "Run.report", "Stopwatch", "SIZE_CAP_BYTES"} <= set(frozen)
     faster = source.replace(b"matrix_lr: float = setting(0.02", b"matrix_lr: float = setting(0.03")
     assert faster != source and guard.script_problem(source, faster) == ""
     commented = source.replace(b"def byte_tables(", b"# only a comment\ndef byte_tables(")
