@@ -19,6 +19,7 @@ import json
 import lzma
 import math
 import os
+import pickletools
 import platform
 import re
 import shutil
@@ -1873,6 +1874,8 @@ def decompress(data: bytes, limit: int = LARGEST_UNPACKED) -> bytes:
         raise ArtifactError(f"it is neither brotli nor xz, or damaged ({type(error).__name__}: {error})") from None
 
 ARTIFACT_DTYPES = (torch.int8, torch.float16, torch.bfloat16, torch.float32)
+ARTIFACT_NAMES = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict",
+                  *(f"torch {kind}Storage" for kind in ("Char", "Half", "BFloat16", "Float"))}
 SEAL = "__artifact__"  # an entry of meta that scripts which look tensors up by name pass over
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
@@ -1887,6 +1890,14 @@ def pack_artifact(quantized: Quantized, compressor: str) -> bytes:
     torch.save({"w": quantized.tensors, "m": quantized.meta | {SEAL: seal}}, buffer)
     return compress(byte_shuffle(buffer.getvalue()), compressor)
 
+def check_pickle(archive: zipfile.ZipFile) -> None:
+    """Raises ValueError for a name that no artifact needs: bytearray(2**40) is a few bytes that ask for a terabyte."""
+    for name in archive.namelist():
+        if name.lower().endswith("data.pkl"):  # as PyTorch looks it up: in any case
+            found = {str(arg) for op, arg, _ in pickletools.genops(archive.read(name)) if "GLOBAL" in op.name}
+            if others := sorted(found - ARTIFACT_NAMES):
+                raise ValueError(f"its pickle names {others[:3]}; an artifact needs none but {sorted(ARTIFACT_NAMES)}")
+
 def unpack_artifact(data: bytes, limit: int = LARGEST_UNPACKED) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and meta of an artifact; only tensors and plain containers are loaded, and at most `limit` bytes.
 
@@ -1894,10 +1905,12 @@ def unpack_artifact(data: bytes, limit: int = LARGEST_UNPACKED) -> tuple[dict[st
     """
     raw = io.BytesIO(byte_unshuffle(decompress(data, limit)))
     try:
-        if sum(item.file_size for item in zipfile.ZipFile(raw).infolist()) > limit:
+        archive = zipfile.ZipFile(raw)
+        if sum(item.file_size for item in archive.infolist()) > limit:
             raise ValueError(f"its files unpack to over {limit} bytes")
-        if broken := zipfile.ZipFile(raw).testzip():  # brotli has no checksum; torch.load ignores the zip's
+        if broken := archive.testzip():  # brotli has no checksum; torch.load ignores the zip's
             raise ValueError(f"checksum of {broken} does not match")
+        check_pickle(archive)
         raw.seek(0)
         content = torch.load(raw, map_location="cpu", weights_only=True)
         tensors, meta = dict(content["w"]), dict(content["m"])
