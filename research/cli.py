@@ -205,6 +205,8 @@ def auto_command(args: argparse.Namespace) -> int:
     if len(set(gpus)) < len(gpus) or args.iterations < 1 or args.plateau < 1:
         raise ValueError(f"gpus {args.gpus or '-'}, iterations {args.iterations}, plateau {args.plateau}: need "
                          "different GPUs and at least 1 of the others")
+    if len(gpus) > 1:  # each run would take all cores: two at once then spend most of their time waiting in threads
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(gpus))))
     with opened(find_root()) as loop:
         names = [name.upper() for name in args.settings.split(",") if name]
         propose = OptunaSearch(loop, names) if args.proposer else Agent(loop, args.agent, args.agent_seconds)
