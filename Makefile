@@ -23,7 +23,7 @@ ifeq ($(call has,$(TEST_MODULES)),1)
 TEST_PYTHON := $(PYTHON)
 else
 TEST_PYTHON := $(VENV)/bin/python
-test soak-fuzz soak-research: $(VENV)/.installed-tests
+test soak-fuzz soak-kills soak-research: $(VENV)/.installed-tests
 endif
 
 DEMO_GPUS = $(shell $(DEMO_PYTHON) -c "import torch; print(1 << min(3, max(1, torch.cuda.device_count()).bit_length() - 1))")
@@ -34,7 +34,7 @@ DEMO_SETTINGS = DATA_DIR=$(SAMPLE) OUTPUT_DIR=$(DEMO_OUTPUT) VOCAB_SIZE=1024 NUM
 	GPTQ_RESERVE_SECONDS=5 GPTQ_CALIBRATION_BATCHES=16 WARMUP_STEPS=2 MUON_MOMENTUM_WARMUP_STEPS=60 \
 	MUON_MOMENTUM=0.95 MUON_MOMENTUM_WARMUP_START=0.85 EMA_DECAY=0.95 TRAIN_LOG_EVERY=25 VAL_LOSS_EVERY=0
 
-.PHONY: demo test soak soak-fuzz soak-research
+.PHONY: demo test soak soak-fuzz soak-kills soak-research
 demo:
 	$(DEMO_PYTHON) data/sample_docs.py --out $(SAMPLE) $(SAMPLE_OPTIONS)
 	$(DEMO_PYTHON) data/download_hf_docs_and_tokenize.py --docs-jsonl $(SAMPLE)/docs_selected.jsonl \
@@ -49,10 +49,14 @@ test:
 NOW := $(shell date -u +%Y-%m-%d_%H%M)
 FUZZ_CASES ?= 100000
 KILLS ?= 200
-soak: soak-fuzz soak-research
+SOAK_MINUTES ?= 60
+soak: soak-fuzz soak-kills soak-research
 
 soak-fuzz:
 	$(TEST_PYTHON) bench/fuzz.py --cases $(FUZZ_CASES) --out bench/results/$(NOW)_fuzz.json
+
+soak-kills:
+	$(TEST_PYTHON) bench/kill_runs.py --minutes $(SOAK_MINUTES) --out bench/results/$(NOW)_kill_runs.json
 
 soak-research:
 	$(TEST_PYTHON) bench/research_kills.py --kills $(KILLS) --json bench/results/$(NOW)_research_kills.json
