@@ -44,6 +44,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+try:
+    import fcntl
+    import resource
+except ImportError:  # Windows: no lock on the output folder, no peak memory
+    fcntl = resource = None
+
 # ---- Errors and limits -----------------------------------------------------------------------------------------------
 
 SIZE_CAP_BYTES = 16_000_000  # decimal megabytes, code plus compressed weights
@@ -272,7 +278,7 @@ class World:
     is_main = property(lambda self: self.rank == 0)
 
     def gather(self, values: list[float]) -> list[list[float]]:
-        """Every rank's numbers, in rank order, on every rank."""
+        """Every rank's numbers, in rank order."""
         if self.size == 1:
             return [values]
         with torch.cuda.stream(self.control_stream):
@@ -370,12 +376,8 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     """Peak MiB (allocated, reserved) on the GPU, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) >> 20, torch.cuda.max_memory_reserved(device) >> 20
-    with contextlib.suppress(ImportError):  # Windows
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
-        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20,) * 2
-    return 0, 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if resource else 0
+    return (peak >> (20 if sys.platform == "darwin" else 10),) * 2  # it is in bytes on macOS, in KiB on Linux
 
 class Stopwatch:
     """The training clock: it counts only between start() and stop(), and only it is held against the cap."""
@@ -446,11 +448,11 @@ class ByteTables:
 def byte_tables(tokenizer: Any) -> ByteTables:
     """Tables of a SentencePiece processor. Raises SetupError when it has no piece for a lone space."""
     if tokenizer.piece_to_id(SPACE_MARKER) == tokenizer.unk_id():
-        raise SetupError("the tokenizer has no piece for a lone space (U+2581); train it on text with spaces")
+        raise SetupError("the tokenizer has no piece for a space (U+2581); train it on text with spaces")
     ids = range(tokenizer.vocab_size())
     boundary = [tokenizer.is_control(i) or tokenizer.is_unknown(i) or tokenizer.is_unused(i) for i in ids]
     pieces = ["" if boundary[i] else "x" if tokenizer.is_byte(i) else tokenizer.id_to_piece(i) for i in ids]
-    sizes = [len(piece.removeprefix(SPACE_MARKER).encode("utf-8")) for piece in pieces]
+    sizes = [len(piece.removeprefix(SPACE_MARKER).encode()) for piece in pieces]
     spaces = [piece.startswith(SPACE_MARKER) for piece in pieces]
     return ByteTables(np.array(sizes, np.int16), np.array(spaces), np.array(boundary))
 
@@ -458,24 +460,23 @@ def load_tokenizer(hp: Hyperparameters) -> Any:
     """The SentencePiece processor of this run. Raises SetupError when missing or of another size."""
     import sentencepiece
 
-    path = hp.tokenizer_path
     try:
-        tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(hp.tokenizer_path))
     except (OSError, RuntimeError) as error:
-        raise SetupError(f"no tokenizer at {path} ({error}); {hp.fetch}") from None
-    if tokenizer.vocab_size() != hp.vocab_size:
-        raise SetupError(f"VOCAB_SIZE={hp.vocab_size} must be {tokenizer.vocab_size()}, the pieces of {path}")
+        raise SetupError(f"no tokenizer at {hp.tokenizer_path} ({error}); {hp.fetch}") from None
+    if (size := tokenizer.vocab_size()) != hp.vocab_size:
+        raise SetupError(f"VOCAB_SIZE={hp.vocab_size} must be {size}, the pieces of {hp.tokenizer_path}")
     return tokenizer
 
 def shard_tokens(path: Path) -> int:
     """Token count of a shard, with header and file size checked. Raises SetupError."""
-    header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
-    if len(header) < SHARD_HEADER_INTS or (*header[:2],) != (SHARD_MAGIC, SHARD_VERSION):
-        raise SetupError(f"{path} must begin with {SHARD_MAGIC}, {SHARD_VERSION} to be a shard; fetch it again")
-    expected, found = SHARD_HEADER_INTS * 4 + 2 * int(header[2]), path.stat().st_size
-    if expected != found:
-        raise SetupError(f"{path} must have {expected} bytes, not {found}; fetch it again")
-    return int(header[2])
+    header, size = np.fromfile(path, "<i4", SHARD_HEADER_INTS).tolist(), path.stat().st_size
+    count = header[2] if len(header) == SHARD_HEADER_INTS else 0
+    expected = SHARD_HEADER_INTS * 4 + 2 * count
+    if header[:2] != [SHARD_MAGIC, SHARD_VERSION] or size != expected:
+        raise SetupError(f"{path} must begin with {SHARD_MAGIC}, {SHARD_VERSION} and have {expected} bytes, not "
+                         f"{header[:2]} and {size}; fetch it again")
+    return count
 
 def open_shard(path: Path) -> np.ndarray:
     """The tokens of a shard as a read-only uint16 memory map. Raises SetupError."""
@@ -483,10 +484,9 @@ def open_shard(path: Path) -> np.ndarray:
     return np.memmap(path, "<u2", "r")[2 * SHARD_HEADER_INTS:]
 
 def find_shards(hp: Hyperparameters, split: str) -> list[Path]:
-    paths = sorted(hp.dataset_dir.glob(f"fineweb_{split}_*.bin"))
-    if not paths:
-        raise SetupError(f"no {split} shards in {hp.dataset_dir}; {hp.fetch}")
-    return paths
+    if paths := sorted(hp.dataset_dir.glob(f"fineweb_{split}_*.bin")):
+        return paths
+    raise SetupError(f"no {split} shards in {hp.dataset_dir}; {hp.fetch}")
 
 def check_token_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
     if tokens.max(initial=0) >= vocab_size:
@@ -517,24 +517,25 @@ class ValidationSet:
 
 def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
     """All validation shards, joined and cut to whole sequences plus one token. Raises SetupError."""
-    paths = find_shards(hp, "val")
+    paths, manifest = find_shards(hp, "val"), Path(hp.data_dir) / "manifest.json"
     tokens = np.concatenate([open_shard(path) for path in paths])
     check_token_ids(tokens, hp.vocab_size, hp.dataset_dir)
-    manifest, docs = Path(hp.data_dir) / "manifest.json", int((tokens == BOS_ID).sum())
+    if len(tokens) <= hp.eval_seq_len:
+        raise SetupError(f"{len(tokens)} val tokens must exceed EVAL_SEQ_LEN={hp.eval_seq_len}; fetch more")
+    rest = (len(tokens) - 1) % hp.eval_seq_len
+    used = tokens[:len(tokens) - rest]
     try:
-        entry = manifest_entry(manifest, hp.dataset_dir.name)
+        datasets = json.loads(manifest.read_text("utf-8"))["datasets"] if manifest.is_file() else []
+        entry = next((dict(d) for d in datasets if d["name"] == hp.dataset_dir.name), {})
         count = sidecar_count(hp, entry, paths, len(tokens)) if hp.transform else tables.count
-        whole = {"docs_val": docs, "tokens_val": len(tokens), "bytes_val_normalised": count(tokens)}
-        verdict = check_manifest(hp, entry, whole)
+        whole = {"docs_val": int((tokens == BOS_ID).sum()), "tokens_val": len(tokens),
+                 "bytes_val_normalised": count(tokens)}
+        note = f"normalised text; {rest} tail tokens not scored; {check_manifest(hp, entry, whole)}"
     except SetupError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SetupError(f"{manifest} is damaged ({error!r}); fetch it again or remove it") from None
-    rest = (len(tokens) - 1) % hp.eval_seq_len
-    used = tokens[:len(tokens) - rest]
-    if len(used) < 2:
-        raise SetupError(f"{len(tokens)} val tokens must exceed EVAL_SEQ_LEN={hp.eval_seq_len}; fetch more")
-    return ValidationSet(used, count(used), f"normalised text; {rest} tail tokens not scored; {verdict}")
+    return ValidationSet(used, count(used), note)
 
 def sidecar_count(hp: Hyperparameters, entry: dict, paths: list[Path], n: int) -> Callable[[np.ndarray], int]:
     """Bytes of the original text behind the first tokens, from the files beside the shards. Raises SetupError."""
@@ -544,37 +545,30 @@ def sidecar_count(hp: Hyperparameters, entry: dict, paths: list[Path], n: int) -
         raise SetupError(f"TRANSFORM={hp.transform} needs manifest.json and a .bytes file beside each val shard")
     sizes = np.concatenate([np.fromfile(file, np.dtype(sidecar["dtype"]).newbyteorder("<")) for file in files])
     if len(sizes) != n:
-        raise SetupError(f"{n} val tokens, but {len(sizes)} in the .bytes files beside them; fetch both again")
+        raise SetupError(f"{n} val tokens, but {len(sizes)} in their .bytes files; fetch both again")
     return lambda tokens: int(sizes[1:len(tokens)].sum(dtype=np.int64))
-
-def manifest_entry(manifest: Path, name: str) -> dict[str, Any]:
-    """What manifest.json says of a dataset; empty when it says nothing, or is not there."""
-    datasets = json.loads(manifest.read_text(encoding="utf-8"))["datasets"] if manifest.is_file() else []
-    return next((dict(d) for d in datasets if d["name"] == name), {})
 
 def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, int]) -> str:
     """The whole validation split against the manifest, in words. Raises SetupError: such a score compares with none."""
     stats, splits = entry.get("stats") or {}, entry.get("splits") or {}
     if wrong := [f"{name} {stats[name]}, found {n}" for name, n in whole.items() if stats.get(name, n) != n]:
         raise SetupError(f"{hp.dataset_dir} is not that of manifest.json ({'; '.join(wrong)}); {hp.fetch}")
-    if {"val", "train"} <= set(splits):
+    if {"val", "train"} <= {*splits}:
         (a, b), (c, d) = ((splits[split]["first_doc"], splits[split]["last_doc"]) for split in ("val", "train"))
         if a <= d and c <= b:
             raise SetupError(f"val documents {a} to {b} and train documents {c} to {d} overlap; export them again")
-    note = "whole split: " + ", ".join(f"{count} {name}" for name, count in whole.items())
+    note = ", ".join(f"{count} {name}" for name, count in whole.items())
     note += f", {stats['bytes_val_source']} source bytes" if "bytes_val_source" in stats else ""
     known = "yes" if {*whole} <= {*stats} else "as far as it says" if {*whole} & {*stats} else "it says nothing"
-    return f"{note}; matches manifest: {known}" + "; UNOFFICIAL SPLIT" * bool(entry.get("unofficial_split"))
+    unofficial = "; UNOFFICIAL SPLIT" * bool(entry.get("unofficial_split"))
+    return f"whole split: {note}; matches manifest: {known}{unofficial}"
 
 def draw_walk(rng: np.random.Generator, tokens: int, seq_len: int) -> tuple[int, Iterator[int]]:
-    """A walk over a shard of more than seq_len tokens: the number of its blocks and their first tokens, each once.
-
-    They are phase + seq_len * ((start + i * stride) mod blocks), with a stride coprime to the number of blocks.
-    """
+    """A walk over a shard of more than seq_len tokens: the number of its blocks and their first tokens, each once."""
     phase = int(rng.integers(min(seq_len, tokens - seq_len)))
     blocks = (tokens - 1 - phase) // seq_len
     start, stride = int(rng.integers(blocks)), 0  # (a choice among one number takes nothing from `rng`)
-    while math.gcd(stride, blocks) != 1:
+    while math.gcd(stride, blocks) != 1:  # coprime: all blocks come
         stride = int(rng.integers(1, blocks))
     return blocks, (phase + seq_len * ((start + i * stride) % blocks) for i in range(blocks))
 
@@ -597,9 +591,8 @@ class CoprimeLoader:
         """(shard, first token) of all ranks' windows of the next draw."""
         progress = min(self.draws / 1800, 1.0)  # over these draws, more even weights and a wider mix
         self.draws += 1
-        shards = list(self.blocks_left)
         weights = np.maximum([*self.blocks_left.values()], 1.0) ** (0.90 - 0.40 * progress)
-        p = weights / weights.sum()
+        shards, p = list(self.blocks_left), weights / weights.sum()
         low, high = (min(max(least, each * self.world_size), len(shards), self.draw_windows)
                      for least, each in ((8, 1), (32, 8)))
         mix = round(low + progress * (high - low))
@@ -626,15 +619,14 @@ class CoprimeLoader:
         path, count = self.paths[shard], self.seq_len + 1
         tokens = np.fromfile(path, "<u2", count, offset=4 * SHARD_HEADER_INTS + 2 * start)
         if len(tokens) < count:
-            raise SetupError(f"{path} ends before token {start + count}: it changed during the run; fetch it again")
+            raise SetupError(f"{path} ends before token {start + count}: it changed; fetch it again")
         return tokens
 
     def _take(self, shard: int, count: int) -> list[tuple[int, int]]:
         windows = []
         for _ in range(count):
             if shard not in self.walks or not self.blocks_left[shard]:
-                walk = draw_walk(self.rng, self.lengths[shard], self.seq_len)
-                self.blocks_left[shard], self.walks[shard] = walk
+                self.blocks_left[shard], self.walks[shard] = draw_walk(self.rng, self.lengths[shard], self.seq_len)
             self.blocks_left[shard] -= 1
             windows.append((shard, next(self.walks[shard])))
         return [windows[k] for k in self.rng.permutation(count)]
@@ -711,8 +703,7 @@ def is_hopper(device: torch.device) -> bool:
 def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> tuple[AttentionFunction, str]:
     """FlashAttention-3, else cuDNN on Hopper or newer, else flash, else math, and why; ATTENTION forces one.
 
-    Each is tried forward and backward: builds exist that import and then fail at the first launch. Raises SetupError.
-    """
+    Each is tried, since builds exist that import and then fail at the first launch. Raises SetupError."""
     forced, refused, kv_shape = hp.attention != "auto", [], (2, 96, hp.num_kv_heads, hp.head_dim)
     inputs = random_inputs(device, dtype, (2, 96, hp.num_heads, hp.head_dim), kv_shape, kv_shape)
     for name in [hp.attention] if forced else ["fa3", "cudnn", "flash", "math"]:
@@ -989,9 +980,7 @@ def choose_operations(hp: Hyperparameters, attend: AttentionFunction, device: to
 class Linear(nn.Linear):
     """Bias-free; the fp32 master weight is cast to the activation's dtype at every use.
 
-    A gain on the outputs is multiplied into the weight's rows: the same product, but neither the scaled activations
-    nor the sum over all tokens for the gain's gradient pass through memory.
-    """
+    A gain on the outputs goes into the weight's rows: the same product, with less traffic of activations."""
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__(fan_in, fan_out, bias=False)
 
@@ -1005,12 +994,10 @@ class SelfAttention(nn.Module):
     def __init__(self, hp: Hyperparameters, ops: Operations, use_xsa: bool) -> None:
         super().__init__()
         self.kv_heads, self.ops, self.use_xsa = hp.num_kv_heads, ops, use_xsa
-        kv_dim = hp.num_kv_heads * hp.head_dim
+        dim, kv_dim = hp.model_dim, hp.num_kv_heads * hp.head_dim
         self.q_gain = nn.Parameter(torch.full((hp.num_heads,), hp.qk_gain_init))
-        self.c_q = Linear(hp.model_dim, hp.model_dim)
-        self.c_k = Linear(hp.model_dim, kv_dim)
-        self.c_v = Linear(hp.model_dim, kv_dim)
-        self.proj = Linear(hp.model_dim, hp.model_dim)
+        self.c_q, self.c_k, self.c_v = Linear(dim, dim), Linear(dim, kv_dim), Linear(dim, kv_dim)
+        self.proj = Linear(dim, dim)
 
     def forward(self, x: Tensor, rope: Rope, value: Tensor | None, gain: Tensor, first: int) -> Tensor:
         """x (B, T, model_dim) -> the same from position `first` on."""
@@ -1024,8 +1011,7 @@ class MLP(nn.Module):
     def __init__(self, hp: Hyperparameters, ops: Operations) -> None:
         super().__init__()
         self.ops, hidden = ops, int(hp.mlp_mult * hp.model_dim)
-        self.fc = Linear(hp.model_dim, hidden)
-        self.proj = Linear(hidden, hp.model_dim)
+        self.fc, self.proj = Linear(hp.model_dim, hidden), Linear(hidden, hp.model_dim)
 
     def forward(self, x: Tensor, gain: Tensor) -> Tensor:
         return self.ops.mlp(x, self.fc.cast(x.dtype), self.proj.cast(x.dtype, gain))
@@ -1034,8 +1020,7 @@ class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: int, ops: Operations) -> None:
         super().__init__()
         self.norm_scale = 1.0 / math.sqrt(layer + 1) if hp.ln_scale else 1.0
-        self.attn_scale = nn.Parameter(torch.ones(hp.model_dim))
-        self.mlp_scale = nn.Parameter(torch.ones(hp.model_dim))
+        self.attn_scale, self.mlp_scale = (nn.Parameter(torch.ones(hp.model_dim)) for _ in range(2))
         self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, hp.model_dim))
         self.attn = SelfAttention(hp, ops, use_xsa=layer >= hp.num_layers - hp.xsa_last_n)
         self.mlp = MLP(hp, ops)
@@ -1131,8 +1116,7 @@ def is_control(name: str, hp: Hyperparameters) -> bool:
 def build_model(hp: Hyperparameters, ops: Operations, device: torch.device, dtype: torch.dtype) -> GPT:
     """A freshly initialised model; the same seed gives the same weights on any device and rank.
 
-    bf16 rounds all parameters; linear weights, control tensors and vectors go back to fp32, tables stay bf16.
-    """
+    bf16 rounds all parameters; linear weights, control tensors and vectors go back to fp32, tables stay bf16."""
     torch.manual_seed(hp.seed)
     model = GPT(hp, ops)
     init_matrices(model)
@@ -1149,8 +1133,7 @@ def build_model(hp: Hyperparameters, ops: Operations, device: torch.device, dtyp
 def newton_schulz(g: Tensor, steps: int) -> Tensor:
     """Approximate orthogonal factor of each matrix of a batch (K, rows, cols), in bf16: singular values go to about 1.
 
-    The order bA + (cA)A is the published one; other orders differ by up to 2e-2 in bf16. A zero matrix stays zero.
-    """
+    The order bA + (cA)A is the published one; other orders differ by up to 2e-2 in bf16. A zero matrix stays zero."""
     a, b, c = 3.4445, -4.7750, 2.0315  # of the quintic, https://kellerjordan.github.io/posts/muon/
     x = g.bfloat16()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -1167,8 +1150,7 @@ class Muon(torch.optim.Optimizer):
     """Momentum, then orthogonalised updates, for 2-D weights (Jordan et al. 2024), decay decoupled.
 
     Matrices of one shape form a group and are orthogonalised as one batch. Each rank does a contiguous share of a group
-    and keeps the momentum of that share only; updates are gathered in bf16 while the next group is computed.
-    """
+    and keeps the momentum of that share only; updates are gathered in bf16 while the next group is computed."""
     def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, steps: int, world: World,
                  orthogonalize: Orthogonalizer = newton_schulz) -> None:
         by_shape = defaultdict(list)
@@ -1235,14 +1217,13 @@ class Optimizers:
             [{"params": groups[key], "lr": lr, "weight_decay": decay} for key, lr, decay in rates if groups[key]],
             betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, fused=world.device.type == "cuda")
         self.muon = Muon(groups["muon"], hp.matrix_lr, hp.muon_wd, hp.muon_backend_steps, world, orthogonalize)
-        for group in self.adam.param_groups + self.muon.param_groups:
+        self.groups = self.adam.param_groups + self.muon.param_groups
+        for group in self.groups:
             group["base_lr"] = group["lr"]
 
     def step(self, lr_factor: float, momentum: float) -> None:
-        for group in self.adam.param_groups + self.muon.param_groups:
-            group["lr"] = group["base_lr"] * lr_factor
-        for group in self.muon.param_groups:
-            group["momentum"] = momentum
+        for group in self.groups:  # AdamW has no use for a momentum
+            group |= {"lr": group["base_lr"] * lr_factor, "momentum": momentum}
         self.muon.step()
         self.adam.step()
 
@@ -1299,8 +1280,7 @@ class Score:
 def sliding_windows(targets: int, seq_len: int, stride: int) -> np.ndarray:
     """Rows (start, first, end): a window each `stride` scores its targets [first, end), counted from `start`.
 
-    The first scores all, a later one what the earlier ones left: each target once. stride = seq_len: no overlap.
-    """
+    The first scores all, a later one what the earlier ones left: each target once. stride = seq_len: no overlap."""
     start = np.arange(0, max(targets - seq_len + stride, 1), stride)
     return np.stack([start, np.where(start == 0, 0, seq_len - stride), np.minimum(seq_len, targets - start)], axis=1)
 
