@@ -1794,18 +1794,15 @@ def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog
 
 SHUFFLE_MAGIC = b"BSHF\x02"  # 2: how many apart the bytes are that come to lie side by side
 XZ_MAGIC = b"\xfd7zXZ\x00"
-def code_counts(quantized: Quantized) -> Tensor:
-    """How often each code occurs, (tensors, 256), int64."""
-    codes = [t for name, t in quantized.tensors.items() if name.endswith(".q")]
-    return torch.stack([torch.zeros(256, dtype=torch.int64), *((t.flatten().int() + 128).bincount(minlength=256)
-                                                               for t in codes)])
-
-def entropy_bytes(counts: Tensor) -> float:
-    """Bytes that an ideal coder without context needs for codes of these counts (tensors, 256)."""
-    share = counts / counts.sum(dim=1, keepdim=True).clamp_min(1)
-    return float(-(counts * share.clamp_min(1e-30).log2()).sum() / 8)
-
+LARGEST_UNPACKED = 2**30  # bytes; a few kilobytes can unpack to many gigabytes
 BYTES_PER_WEIGHT = {"int6": 0.42, "int8": 0.88, "passthrough": 1.8, "passthrough_ctrl": 3.6}  # in published runs
+
+def entropy_bytes(quantized: Quantized) -> float:
+    """Bytes that an ideal coder without context needs for all codes."""
+    codes = [t.flatten().int() + 128 for name, t in quantized.tensors.items() if name.endswith(".q")]
+    counts = torch.stack([c.bincount(minlength=256) for c in codes]).double()
+    totals = counts.sum(dim=1, keepdim=True)
+    return float((totals * torch.special.entr(counts / totals)).sum() / math.log(256))
 
 def byte_shuffle(data: bytes) -> bytes:
     """Magic, then bytes 0, 2, 4, ..., then 1, 3, 5, ...: fp16 high bytes compress better side by side."""
@@ -1820,8 +1817,6 @@ def byte_unshuffle(data: bytes) -> bytes:
     out[::2], out[1::2] = np.split(body, [(len(body) + 1) // 2])
     return out.tobytes()
 
-LARGEST_UNPACKED = 2**30  # bytes; a few kilobytes can unpack to many gigabytes
-
 def import_brotli() -> Any:
     """The module, which only its users need. Raises SetupError."""
     try:
@@ -1834,26 +1829,20 @@ def compress(data: bytes, compressor: str) -> bytes:
     return lzma.compress(data, preset=6) if compressor == "lzma" else import_brotli().compress(data, quality=11)
 
 def decompress(data: bytes, limit: int = LARGEST_UNPACKED) -> bytes:
-    """Inverse of `compress`; the format is read from the data. Raises ArtifactError, also beyond `limit` bytes."""
-    brotli = None if data.startswith(XZ_MAGIC) else import_brotli()
-    try:
-        if brotli:
-            codec = brotli.Decompressor()
-            raw = codec.process(data, output_buffer_limit=limit + 1)
-            whole = codec.is_finished()
-        else:
-            codec = lzma.LZMADecompressor(lzma.FORMAT_XZ)
-            raw = codec.decompress(data, limit + 1)
-            whole = codec.eof and not codec.unused_data
-        if len(raw) > limit:
-            raise ValueError(f"it unpacks to over {limit} bytes")
-        if not whole:
-            raise ValueError("it is cut off, or something follows its end")
-        return raw
-    except Exception as error:  # noqa: BLE001 - brotli.error is no fixed class over versions
-        raise ArtifactError(f"it is neither brotli nor xz, or damaged ({type(error).__name__}: {error})") from None
+    """Inverse of `compress`; the format is read from the data. Raises ValueError or the codec's own errors."""
+    if data.startswith(XZ_MAGIC):
+        codec = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+        raw = codec.decompress(data, limit + 1)
+        whole = codec.eof and not codec.unused_data
+    else:
+        codec = import_brotli().Decompressor()
+        raw = codec.process(data, output_buffer_limit=limit + 1)
+        whole = codec.is_finished()
+    if len(raw) > limit or not whole:
+        raise ValueError(f"it is cut off, or it goes on after its end or after {limit} bytes")
+    return raw
 
-ARTIFACT_DTYPES = (torch.int8, torch.float16, torch.bfloat16, torch.float32)
+# What torch.save writes for tensors of int8, fp16, bf16 and fp32 on any device, all strided.
 ARTIFACT_NAMES = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict",
                   *(f"torch {kind}Storage" for kind in ("Char", "Half", "BFloat16", "Float"))}
 SEAL = "__artifact__"  # an entry of meta that scripts which look tensors up by name pass over
@@ -1876,27 +1865,21 @@ def check_pickle(archive: zipfile.ZipFile) -> None:
         if name.lower().endswith("data.pkl"):  # as PyTorch looks it up: in any case
             found = {str(arg) for op, arg, _ in pickletools.genops(archive.read(name)) if "GLOBAL" in op.name}
             if others := sorted(found - ARTIFACT_NAMES):
-                raise ValueError(f"its pickle names {others[:3]}; an artifact needs none but {sorted(ARTIFACT_NAMES)}")
+                raise ValueError(f"its pickle names {others[:3]}, which no artifact needs")
 
 def unpack_artifact(data: bytes, limit: int = LARGEST_UNPACKED) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and meta of an artifact; only tensors and plain containers are loaded, and at most `limit` bytes.
-
-    Raises ArtifactError.
-    """
-    raw = io.BytesIO(byte_unshuffle(decompress(data, limit)))
+    """Tensors and meta of an artifact, of at most `limit` bytes, or ArtifactError. No other object is loaded."""
     try:
+        raw = io.BytesIO(byte_unshuffle(decompress(data, limit)))
         archive = zipfile.ZipFile(raw)
         if sum(item.file_size for item in archive.infolist()) > limit:
-            raise ValueError(f"its files unpack to over {limit} bytes")
+            raise ValueError(f"its files have over {limit} bytes")
         if broken := archive.testzip():  # brotli has no checksum; torch.load ignores the zip's
             raise ValueError(f"checksum of {broken} does not match")
         check_pickle(archive)
         raw.seek(0)
         content = torch.load(raw, map_location="cpu", weights_only=True)
         tensors, meta = dict(content["w"]), dict(content["m"])
-        kinds = {(t.device.type, t.layout, t.dtype) for t in tensors.values()}
-        if not kinds <= {("cpu", torch.strided, dtype) for dtype in ARTIFACT_DTYPES}:
-            raise TypeError("w must hold plain tensors on the CPU, of int8 or floating point")
         if sum(t.nbytes for t in tensors.values()) > limit:
             raise ValueError(f"its tensors have over {limit} bytes")  # a stride of 0 needs no memory before
         if not all(isinstance(name, str) for name in (*tensors, *meta)):
@@ -1905,15 +1888,16 @@ def unpack_artifact(data: bytes, limit: int = LARGEST_UNPACKED) -> tuple[dict[st
         if seal and (seal["format"] != 1 or seal["sha256"] != fingerprint(tensors)):
             raise ValueError(f"format {seal['format']} is not 1, or the tensors are not those that were written")
         return tensors, meta
-    except Exception as error:  # noqa: BLE001 - a damaged zip or pickle fails in many ways, which mean the same
-        reason = first_line(error)
-        raise ArtifactError(f"its content is damaged ({type(error).__name__}: {reason})") from None
+    except SetupError:  # no brotli
+        raise
+    except Exception as error:  # noqa: BLE001 - a damaged stream, zip or pickle fails in many ways that mean the same
+        raise ArtifactError(f"it is no artifact, or damaged ({type(error).__name__}: {first_line(error)})") from None
 
 def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights with the names, shapes and dtypes of `like`. Raises ArtifactError when they belong to another model."""
     remedy = "set the variables that it was trained with"
-    if names := sorted(set(like) ^ set(meta)):
-        raise ArtifactError(f"it belongs to another model, {names[:3]} are not in both; {remedy}")
+    if names := sorted(like.keys() ^ meta.keys()):
+        raise ArtifactError(f"it is of another model, {names[:3]} are not in both; {remedy}")
     state = {}
     for name, target in like.items():
         whole, shape = isinstance(meta[name], str), target.shape
@@ -1924,7 +1908,7 @@ def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[s
         value, *scale = (tensors[part].float() for part in parts)
         value = value * scale[0][:, None] if scale else value
         if not bool(value.isfinite().all()):
-            raise ArtifactError(f"{name} holds values that are not finite: the artifact is damaged")
+            raise ArtifactError(f"{name} is not finite: the artifact is damaged")
         state[name] = value.to(target.dtype)
     return state
 
@@ -2107,18 +2091,16 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s")
             self.results["int6_scale_factor"] = scales
             size = self.world.broadcast_object(len(data))
-            int6 = sum(quantized.tensors[f"{name}.q"].numel() for name, kind in quantized.meta.items()
-                       if isinstance(kind, dict) and kind["type"] == "int6")
-            if not 0 < target < size + len(self.source) or not int6:
+            total = size + len(self.source)
+            int6 = sum(t.numel() for name, t in state.items() if storage_class(name, t, self.hp) == "int6")
+            if not 0 < target < total or not int6:
                 break
             # A try costs 80 s of brotli; the entropy of the codes foretells its size to 0.1 %, in seconds.
-            allowed = entropy_bytes(code_counts(quantized)) - 1.01 * (size + len(self.source) - target) - 0.001 * size
+            allowed = entropy_bytes(quantized) - 1.01 * (total - target) - 0.001 * size
             for _ in range(4):
-                excess = entropy_bytes(code_counts(quantized)) - allowed
-                scales = self.world.broadcast_object(scales * 2 ** (8 * excess / int6))
+                scales = self.world.broadcast_object(scales * 2 ** (8 * (entropy_bytes(quantized) - allowed) / int6))
                 quantized = quantize_state(state, hessians, self.hp, scales, self.world)
-            self.log(f"WARNING: {size + len(self.source)} is over TARGET_TOTAL_BYTES={target}; "
-                     f"again with scales x {scales:.4f}")
+            self.log(f"WARNING: {total} is over TARGET_TOTAL_BYTES={target}; again with scales x {scales:.4f}")
         return quantized, data
 
     def score(self) -> None:
