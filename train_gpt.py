@@ -173,6 +173,7 @@ class Hyperparameters:
     ve_layer_list = property(lambda self: [int(n) for n in re.findall(r"\d+", self.ve_layers) if self.ve_enabled])
     control_patterns = property(lambda self: tuple(re.findall(r"[^,\s]+", self.control_tensor_name_patterns)))
     variant = property(lambda self: self.transform and f"_{self.transform}")
+    snapshots = property(lambda self: Path(self.output_dir, "checkpoints"))
     dataset_dir = property(lambda self: Path(self.data_dir, f"datasets/fineweb10B_sp{self.vocab_size}{self.variant}"))
     tokenizer_path = property(
         lambda self: Path(self.data_dir, f"tokenizers/fineweb_{self.vocab_size}_bpe{self.variant}.model"))
@@ -286,7 +287,6 @@ class World:
             rows = [torch.empty_like(mine) for _ in range(self.size)]
             dist.all_gather(rows, mine, group=self.control)
             return torch.stack(rows).tolist()
-
     def fetch(self, scalar: Tensor) -> Callable[[], float]:
         """Starts copying a number to the host; the returned call waits for it, not for work queued afterwards."""
         if self.device.type != "cuda":
@@ -295,7 +295,6 @@ class World:
         host.copy_(scalar, non_blocking=True)
         done.record()
         return lambda: float((done.synchronize(), host)[1])
-
     def gather_stacked(self, part: Tensor) -> tuple[Tensor, Any]:
         """All ranks' equal parts, stacked along the first dimension, and the work to wait for (None with one rank)."""
         if self.size == 1:
@@ -303,17 +302,14 @@ class World:
         everyone = part.new_empty(self.size * part.size(0), *part.shape[1:])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in PyTorch 2.13
         return everyone, gather(everyone, part, async_op=True)
-
     def sum(self, tensor: Tensor) -> Tensor:
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
-
     def broadcast_weights(self, model: nn.Module) -> None:
         """Rank 0's weights everywhere: other nodes' processors may round the initialisation differently."""
         for tensor in model.state_dict().values() if self.size > 1 else ():
             dist.broadcast(tensor, src=0)
-
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's picklable value on every rank, also on nodes that do not see rank 0's disk."""
         box = [value]
@@ -396,16 +392,13 @@ class RunLog:
     def __init__(self, folder: Path | None, run_id: str) -> None:
         self._files = {ending: (folder / f"{run_id}.{ending}").open("x", encoding="utf-8", buffering=1)
                        for ending in ("txt", "jsonl") if folder}
-
     def __call__(self, line: str, console: bool = True) -> None:
         self._write("txt", line)
         if self._files and console:
             tqdm.write(line)
             sys.stdout.flush()
-
     def record(self, kind: str, **values: Any) -> None:
         self._write("jsonl", json.dumps({"type": kind, **values}))
-
     def _write(self, ending: str, line: str) -> None:
         try:
             if self._files:
@@ -482,12 +475,10 @@ def open_shard(path: Path) -> np.ndarray:
     """The tokens of a shard as a read-only uint16 memory map. Raises SetupError."""
     shard_tokens(path)
     return np.memmap(path, "<u2", "r")[2 * SHARD_HEADER_INTS:]
-
 def find_shards(hp: Hyperparameters, split: str) -> list[Path]:
     if paths := sorted(hp.dataset_dir.glob(f"fineweb_{split}_*.bin")):
         return paths
     raise SetupError(f"no {split} shards in {hp.dataset_dir}; {hp.fetch}")
-
 def check_token_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
     if tokens.max(initial=0) >= vocab_size:
         raise SetupError(f"{path} holds token {tokens.max()}, but VOCAB_SIZE={vocab_size}; fetch both again")
@@ -613,7 +604,6 @@ class CoprimeLoader:
         check_token_ids(rows, self.vocab_size, self.paths[mine[int(rows.max(axis=1).argmax())][0]])
         rows = rows.astype(np.int64)
         return rows[:, :-1], rows[:, 1:]
-
     def _read(self, shard: int, start: int) -> np.ndarray:
         """Read, not mapped: a mapped file that shrinks or whose disk fails would kill the process without a word."""
         path, count = self.paths[shard], self.seq_len + 1
@@ -621,7 +611,6 @@ class CoprimeLoader:
         if len(tokens) < count:
             raise SetupError(f"{path} ends before token {start + count}: it changed; fetch it again")
         return tokens
-
     def _take(self, shard: int, count: int) -> list[tuple[int, int]]:
         windows = []
         for _ in range(count):
@@ -638,12 +627,10 @@ class Prefetcher:
         self.last_read_seconds = self.wait_seconds = 0.0
         self._thread = ThreadPoolExecutor(1)
         self._ahead = deque(self._thread.submit(self._read) for _ in range(3))  # batches read ahead
-
     def _read(self) -> list[Tensor]:
         batch = [torch.from_numpy(np.ascontiguousarray(part)) for part in self.loader.next_batch()]
         self.last_read_seconds = self.clock.seconds
         return [part.pin_memory() for part in batch] if self.device.type == "cuda" else batch
-
     def next(self) -> list[Tensor]:
         """Inputs and targets on the device, int64 (sequences, seq_len); waits for the reader or raises its error."""
         began = time.perf_counter()
@@ -651,7 +638,6 @@ class Prefetcher:
         self._ahead.append(self._thread.submit(self._read))
         self.wait_seconds += time.perf_counter() - began
         return [part.to(self.device, non_blocking=True) for part in batch]
-
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
@@ -663,7 +649,6 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """PyTorch's kernel, the one that `use_sdpa_backend` left on."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1)).transpose(1, 2)
-
 def use_sdpa_backend(name: str) -> None:
     for backend in ("cudnn", "flash", "math", "mem_efficient"):
         getattr(torch.backends.cuda, f"enable_{backend}_sdp")(backend == name)
@@ -721,7 +706,6 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
             refused.append(f"{name}: {first_line(error)}")
     raise SetupError(f"ATTENTION={hp.attention} cannot be used here: {'; '.join(refused)}; unset ATTENTION")
 
-
 # ---- Operations: plain PyTorch, and the Triton kernels that must equal it --------------------------------------------
 
 try:
@@ -755,7 +739,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.size(-1)
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
     return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
-
 def split_qkv(qkv: Tensor, value: Tensor | None, gain: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> QKV:
     """One product (B, T, (H + 2 KV) D) -> normed, rotated q (times `gain` (H)) and k, and v (plus `value`)."""
     q, k, v = qkv.unflatten(-1, (len(gain) + 2 * kv_heads, -1)).split([len(gain), kv_heads, kv_heads], dim=2)
@@ -830,10 +813,8 @@ def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     direction = F.normalize(v, dim=-1).unsqueeze(3)
     grouped = y.unflatten(2, (v.size(2), -1))
     return (grouped - (grouped * direction).sum(-1, keepdim=True) * direction).flatten(2, 3)
-
 def leaky_square(x: Tensor) -> Tensor:
     return F.leaky_relu(x, 0.5).square()
-
 def mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     """leaky_square(x w_in^T) w_out^T; x (B, T, D), w_in (hidden, D), w_out (D, hidden)."""
     return F.linear(leaky_square(F.linear(x, w_in)), w_out)
@@ -880,7 +861,6 @@ class FusedMLP(torch.autograd.Function):
         hidden = run_mlp_kernel(x, w_in, None, "train" if training else "evaluate")
         ctx.save_for_backward(x, w_in, w_out, hidden)
         return F.linear(hidden, w_out)
-
     @staticmethod
     def backward(ctx, d):
         x, w_in, w_out, hidden = ctx.saved_tensors
@@ -890,7 +870,6 @@ class FusedMLP(torch.autograd.Function):
 
 def mlp_fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     return FusedMLP.apply(x.flatten(0, -2), w_in, w_out, torch.is_grad_enabled()).view_as(x)
-
 def head_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
     """fp32 nats of the targets (N) from the last activations (N, D), the head (V, D) and logits cap * tanh(z / cap)."""
     logits = cap * torch.tanh(F.linear(x, weight) / cap)
@@ -924,7 +903,6 @@ class HeadLosses(torch.autograd.Function):
                                num_warps=min(max(width // 512, 4), 32))
         ctx.save_for_backward(x, weight, logits)
         return losses
-
     @staticmethod
     def backward(ctx, d_losses):
         x, weight, d_logits = ctx.saved_tensors
@@ -974,7 +952,6 @@ def choose_operations(hp: Hyperparameters, attend: AttentionFunction, device: to
         raise SetupError(f"KERNELS=1 cannot be used here: {'; '.join(refused)}; unset KERNELS")
     return (plain, f"0 ({'; '.join(refused)})") if refused else (fused, "1 (equal to plain PyTorch in a probe)")
 
-
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
 class Linear(nn.Linear):
@@ -983,10 +960,8 @@ class Linear(nn.Linear):
     A gain on the outputs goes into the weight's rows: the same product, with less traffic of activations."""
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__(fan_in, fan_out, bias=False)
-
     def cast(self, dtype: torch.dtype, gain: Tensor | None = None) -> Tensor:
         return (self.weight if gain is None else self.weight * gain[:, None]).to(dtype)
-
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         return F.linear(x, self.cast(x.dtype, gain))
 
@@ -998,7 +973,6 @@ class SelfAttention(nn.Module):
         self.q_gain = nn.Parameter(torch.full((hp.num_heads,), hp.qk_gain_init))
         self.c_q, self.c_k, self.c_v = Linear(dim, dim), Linear(dim, kv_dim), Linear(dim, kv_dim)
         self.proj = Linear(dim, dim)
-
     def forward(self, x: Tensor, rope: Rope, value: Tensor | None, gain: Tensor, first: int) -> Tensor:
         """x (B, T, model_dim) -> the same from position `first` on."""
         weights = torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight])
@@ -1012,7 +986,6 @@ class MLP(nn.Module):
         super().__init__()
         self.ops, hidden = ops, int(hp.mlp_mult * hp.model_dim)
         self.fc, self.proj = Linear(hp.model_dim, hidden), Linear(hidden, hp.model_dim)
-
     def forward(self, x: Tensor, gain: Tensor) -> Tensor:
         return self.ops.mlp(x, self.fc.cast(x.dtype), self.proj.cast(x.dtype, gain))
 
@@ -1024,7 +997,6 @@ class Block(nn.Module):
         self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, hp.model_dim))
         self.attn = SelfAttention(hp, ops, use_xsa=layer >= hp.num_layers - hp.xsa_last_n)
         self.mlp = MLP(hp, ops)
-
     def forward(self, x: Tensor, rope: Rope, value: Tensor | None, first: int) -> Tensor:
         """x (B, T, model_dim) -> (B, T - first, model_dim)."""
         x = x[:, first:] + self.attn(rms_norm(x) * self.norm_scale, rope, value, self.attn_scale, first)
@@ -1038,7 +1010,6 @@ class ValueEmbedding(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.1))
         self.embed = nn.Embedding(hp.vocab_size, hp.ve_dim)
         self.proj = Linear(hp.ve_dim, kv_dim) if hp.ve_dim != kv_dim else nn.Identity()
-
     def forward(self, ids: Tensor) -> Tensor:
         value = self.proj(self.embed(ids))
         return value * self.scale.to(value.dtype)
@@ -1088,7 +1059,6 @@ class GPT(nn.Module):
         """Normed output (..., model_dim) -> what the head multiplies: (..., embedding_dim) and (vocab_size, same)."""
         x = self.head_proj(hidden)
         return x, self.tok_emb.weight.to(x.dtype) if self.lm_head is None else self.lm_head.cast(x.dtype)
-
     def forward(self, ids: Tensor, targets: Tensor, first: int = 0, reduction: str = "mean") -> Tensor:
         """fp32 nats of the targets (B, T) from position `first` on: their mean, or each (reduction none)."""
         x, weight = self.head(self.hidden(ids, first))
@@ -1126,7 +1096,6 @@ def build_model(hp: Hyperparameters, ops: Operations, device: torch.device, dtyp
         p.data = p.data.to(dtype).to(torch.float32 if master else dtype)
     model.rope = {length: rope_tables(hp, length, device, dtype) for length in {hp.train_seq_len, hp.eval_seq_len}}
     return model.to(device)
-
 
 # ---- Optimizers ------------------------------------------------------------------------------------------------------
 
@@ -1250,7 +1219,6 @@ def lr_factor(progress: float, warmdown_frac: float, min_lr: float) -> float:
     """1, then over the last `warmdown_frac` of the run linearly down to 0, never under `min_lr`."""
     flat = warmdown_frac <= 0 or progress < 1 - warmdown_frac
     return 1.0 if flat else max((1 - progress) / warmdown_frac, min_lr)
-
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
     share = min(step / hp.muon_momentum_warmup_steps, 1.0) if hp.muon_momentum_warmup_steps else 1.0
     return (1 - share) * hp.muon_momentum_warmup_start + share * hp.muon_momentum
@@ -1260,14 +1228,11 @@ class EMA:
     def __init__(self, model: GPT, decay: float) -> None:
         self.decay, self.weights = decay, [p.detach() for p in model.parameters()]
         self.shadow = [w.float().clone() for w in self.weights]
-
     def update(self) -> None:
         torch._foreach_mul_(self.shadow, self.decay)
         torch._foreach_add_(self.shadow, [w.float() for w in self.weights], alpha=1 - self.decay)
-
     def copy_to_model(self) -> None:
         torch._foreach_copy_(self.weights, self.shadow)
-
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
@@ -1275,7 +1240,7 @@ class EMA:
 class Score:
     val_loss: float  # nats per token
     val_bpb: float
-    seconds: float
+    eval_seconds: float
 
 def sliding_windows(targets: int, seq_len: int, stride: int) -> np.ndarray:
     """Rows (start, first, end): a window each `stride` scores its targets [first, end), counted from `start`.
@@ -1291,31 +1256,30 @@ class Evaluator:
         self.hp, self.plan, self.world, self.val, self.loss_function = hp, plan, world, val, loss_function
         self.sum_dtype = torch.float32 if world.device.type == "mps" else torch.float64  # mps has no fp64
         self._tokens = torch.from_numpy(val.tokens.astype(np.int32)).to(world.device)
-
     def full(self) -> Score:
         return self._score("validation", self.hp.eval_seq_len)
-
     def sliding(self) -> Score:
         return self._score("sliding evaluation", self.hp.eval_stride)
 
     @torch.no_grad()
     def _score(self, title: str, stride: int) -> Score:
-        synchronize(self.world.device)
+        world = self.world
+        synchronize(world.device)
         began = time.perf_counter()
         windows = sliding_windows(self.val.targets, self.hp.eval_seq_len, stride)
-        share = rank_share(len(windows), self.world.rank, self.world.size)
+        share = rank_share(len(windows), world.rank, world.size)
         windows = windows[share.start:share.stop]
         batch = min(self.plan.eval_sequences, len(windows))  # always this shape: each shape would be compiled
-        sums = torch.zeros(2, dtype=self.sum_dtype, device=self.world.device)  # losses, number of scored targets
-        with tqdm(total=len(windows), desc=title, disable=None if self.world.is_main else True, leave=False) as bar:
+        sums = torch.zeros(2, dtype=self.sum_dtype, device=world.device)  # losses, number of scored targets
+        with tqdm(total=len(windows), desc=title, disable=None if world.is_main else True, leave=False) as bar:
             for first in np.unique(windows[:, 1]):  # alike windows form batches: logits start at `first`
                 alike = windows[windows[:, 1] == first]
                 for at in range(0, len(alike), batch):
-                    part = torch.from_numpy(alike[at:at + batch]).to(self.world.device)
+                    part = torch.from_numpy(alike[at:at + batch]).to(world.device)
                     filled = F.pad(part, (0, 0, 0, batch - len(part)))  # rows of zeros score nothing
                     sums += self._batch_sums(filled, int(first))
                     bar.update(len(part))
-        loss_sum, scored = self.world.sum(sums).tolist()
+        loss_sum, scored = world.sum(sums).tolist()
         assert scored == self.val.targets, f"{title} scored {scored:.0f} targets instead of {self.val.targets}"
         loss = loss_sum / scored
         return Score(loss, self.val.bits_per_byte(loss), time.perf_counter() - began)
@@ -1323,14 +1287,12 @@ class Evaluator:
     def _batch_sums(self, windows: Tensor, first: int) -> Tensor:
         """(2,) scored losses and their number of windows (B, 3) that start scoring at `first` or not at all."""
         start, begin, end = windows.T[:, :, None]
-        length = self.hp.eval_seq_len
-        positions = (start + torch.arange(length + 1, device=windows.device)).clamp_max(self.val.targets)
-        tokens = self._tokens[positions].long()
+        column = torch.arange(self.hp.eval_seq_len + 1, device=windows.device)
+        tokens = self._tokens[(start + column).clamp_max(self.val.targets)].long()
         losses = self.loss_function(tokens[:, :-1], tokens[:, 1:], first, "none")
-        column = torch.arange(first, length, device=windows.device)
+        column = column[first:-1]
         scored = (column >= begin) & (column < end)
         return torch.stack([torch.where(scored, losses, 0).to(self.sum_dtype).sum(), scored.sum()])
-
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 
@@ -1352,19 +1314,16 @@ class Gradients:
         found = dict(zip(parameters, torch.autograd.grad(loss, parameters, materialize_grads=True)))
         for _, group in self.groups:
             torch._foreach_add_([p.grad for p in group], [found[p] for p in group])
-
     def average(self, world: World) -> None:
         """Mean over ranks: one all-reduce per dtype (137 MB at full size)."""
         for flat, _ in self.groups:
             world.sum(flat.div_(world.size))
-
     def clip(self, largest_norm: float) -> None:
         """Scales all so that the 2-norm of the whole is at most that."""
         norms = torch.stack([torch.linalg.vector_norm(flat, dtype=torch.float32) for flat, _ in self.groups])
         factor = (largest_norm / (norms.norm() + 1e-6)).clamp_max(1.0)
         for flat, _ in self.groups:
             flat.mul_(factor)
-
     def zero(self) -> None:
         for flat, _ in self.groups:
             flat.zero_()
@@ -1420,7 +1379,6 @@ class Trainer:
         loss = self.loss_function(self.inputs, self.targets) / self.plan.grad_accum_steps
         self.gradients.add(loss)
         self.loss += loss.detach()
-
     def record_graph(self) -> None:
         """On a GPU, makes one launch of the micro-batch's several hundred: the gaps between kernels shrink."""
         if self.world.device.type != "cuda":
@@ -1487,7 +1445,6 @@ class Trainer:
         if broken := [rank for rank, loss_here in enumerate(losses) if not math.isfinite(loss_here)]:
             raise DivergedError(f"loss not finite at {where} on ranks {broken}; lower MATRIX_LR or TIED_EMBED_LR")
         return max(seconds), sum(losses) / len(losses)
-
     def _compare_weights(self) -> None:
         """Ranks whose weights have drifted apart train a model that none of them has. Raises DivergedError."""
         weights = self.model.parameters()
@@ -1496,7 +1453,6 @@ class Trainer:
         if wrong := [rank for rank, value in enumerate(sums) if value != sums[0]]:
             raise DivergedError(f"ranks {wrong} have other weights than rank 0 after step {self.steps_done}: a GPU or "
                                 "its link computes wrongly; go on from a snapshot (RESUME=auto) on other hardware")
-
     def _log_step(self, loss: float, seconds: float, factor: float, waited: float) -> None:
         step, tokens = self.steps_done, self.steps_done * self.hp.train_batch_tokens
         self.log(f"{step}/{self.hp.iterations} train_loss: {loss:.4f} train_time: {seconds / 60:.1f}m "
@@ -1525,12 +1481,9 @@ class Snapshots:
     torch.distributed.checkpoint writes and syncs all ranks' files under a temporary name; the last two are kept. Muon's
     momenta are stored by matrix, so that any number of ranks can go on.
     """
-
     def __init__(self, trainer: Trainer, ema: EMA) -> None:
         self.trainer, self.ema, self.hp, self.world = trainer, ema, trainer.hp, trainer.world
-        self.folder, self.saved_at = Path(self.hp.output_dir) / "checkpoints", 0.0
-        self.pending: tuple[Any, Path] | None = None
-
+        self.saved_at, self.pending = 0.0, None  # or the snapshot under way: (future, path)
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a step changes, by name."""
         trainer, named = self.trainer, dict(self.trainer.model.named_parameters())
@@ -1547,7 +1500,7 @@ class Snapshots:
             from torch.distributed.checkpoint import async_save
 
             self.finish()
-            self.saved_at, path = seconds, self.folder / f".step_{self.trainer.steps_done:06d}.tmp"
+            self.saved_at, path = seconds, self.hp.snapshots / f".step_{self.trainer.steps_done:06d}.tmp"
             self.pending = async_save(self.tensors(), checkpoint_id=path, process_group=self.world.saver), path
 
     def finish(self) -> None:
@@ -1561,30 +1514,31 @@ class Snapshots:
             future.result()
             if self.world.is_main:
                 write_file(path / "settings.json", json.dumps(self._settings()).encode())
-                path.replace(self.folder / path.stem[1:])
-                for old in sorted(self.folder.glob("step_*"))[:-2]:
+                path.replace(path.with_name(path.stem[1:]))
+                for old in sorted(self.hp.snapshots.glob("step_*"))[:-2]:
                     shutil.rmtree(old, ignore_errors=True)
         except (CheckpointException, OSError) as error:
             self.trainer.log(f"WARNING: snapshot {path.stem[1:]} was not written ({first_line(error)})")
 
     def _settings(self) -> dict[str, str]:
-        shaping = (item.name for item in fields(self.hp) if item.name not in FREE_SETTINGS)
-        return {name: format_setting(getattr(self.hp, name)) for name in shaping}
+        return {name: format_setting(value) for name, value in asdict(self.hp).items() if name not in FREE_SETTINGS}
 
     def resume(self) -> bool:
         """With RESUME=auto, loads the newest snapshot if there is one. Raises SetupError when it is of another run."""
-        for leftover in self.folder.glob(".step_*.tmp") if self.world.is_main else ():
+        folder, world = self.hp.snapshots, self.world
+        for leftover in folder.glob(".step_*.tmp") if world.is_main else ():
             shutil.rmtree(leftover, ignore_errors=True)
-        path = self.world.broadcast_object(max(self.folder.glob("step_*"), default=None) if self.hp.resume else None)
+        path = world.broadcast_object(max(folder.glob("step_*"), default=None) if self.hp.resume else None)
         if path is None:
             return False
         from torch.distributed.checkpoint import CheckpointException, load
 
-        saved, ours, tensors = json.loads((path / "settings.json").read_bytes()), self._settings(), self.tensors()
-        if others := [f"{n.upper()}={ours[n]} (there {saved.get(n)})" for n in ours if ours[n] != saved.get(n)]:
+        saved, tensors = json.loads((path / "settings.json").read_bytes()), self.tensors()
+        if others := [f"{name.upper()}={ours} (there {saved.get(name)})" for name, ours in self._settings().items()
+                      if ours != saved.get(name)]:
             raise SetupError(f"{path} is of a run with other settings: {', '.join(others)}; set them alike")
         try:
-            load(tensors, checkpoint_id=path, process_group=self.world.saver)
+            load(tensors, checkpoint_id=path, process_group=world.saver)
         except CheckpointException as error:
             raise SetupError(f"{path} cannot be read ({first_line(error)}); remove it to use the one before") from None
         steps, self.saved_at = tensors["progress"].tolist()
@@ -1594,7 +1548,7 @@ class Snapshots:
 
 def log_validation(log: RunLog, hp: Hyperparameters, step: int, score: Score) -> None:
     log(f"{step}/{hp.iterations} val_loss: {score.val_loss:.4f} val_bpb: {score.val_bpb:.4f}")
-    log.record("validation", step=step, val_loss=score.val_loss, val_bpb=score.val_bpb, eval_seconds=score.seconds)
+    log.record("validation", step=step, **asdict(score))
 
 # ---- Quantisation ----------------------------------------------------------------------------------------------------
 
@@ -1618,17 +1572,14 @@ def row_quantiles(weight: Tensor, quantiles: tuple[float, ...]) -> Tensor:
     q = torch.tensor(quantiles, dtype=torch.float32, device=weight.device)
     parts = weight.float().abs().split(max(1, 2**23 // weight.size(1)))
     return torch.cat([torch.quantile(part, q, dim=1) for part in parts], dim=1)
-
 def int6_row_scales(weight: Tensor, coarseness: float) -> Tensor:
     """Candidate scales of (R, C), a set per clip quantile, fp32 (5, R): the recipe's, rounded to fp16, times that."""
     clip = row_quantiles(weight, INT6_CLIP_QUANTILES)
     return ((clip / INT6_MAX).clamp_min(1 / INT6_MAX) * coarseness).half().float()
-
 def best_candidate(weight: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Of codes (5, R, C) with scales (5, R), the first with the least mean squared error: int8 (R, C), fp16 (R)."""
     best = int((weight - codes * scales[..., None]).square().mean(dim=(1, 2)).argmin())
     return codes[best].to(torch.int8), scales[best].half()
-
 def quantize_int6_rows(weight: Tensor, coarseness: float = 1.0) -> tuple[Tensor, Tensor]:
     """Row search without a Hessian: (R, C) -> codes int8 in +-31 and scales fp16 (R)."""
     weight, scales = weight.float(), int6_row_scales(weight, coarseness)
@@ -1749,7 +1700,6 @@ class HessianCollector:
         for source in dict.fromkeys(self.sources.values()):
             owner = re.sub(r"(\.mlp)\.(fc|proj)$", r"\1", source)  # the fused MLP does not call its parts
             self._hooks.append(model.get_submodule(owner).register_forward_pre_hook(partial(self._add, source)))
-
     def _add(self, source: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = leaky_square(module.fc(inputs[0])) if source.endswith(".mlp.proj") else inputs[0]
         x = x.flatten(0, -2).float()
@@ -1926,10 +1876,9 @@ class Run:
         self.began, self.hp, self.source = time.perf_counter(), hp, Path(__file__).read_bytes()
         self.run_id, self.output = hp.run_id or os.urandom(16).hex(), Path(hp.output_dir)
         self.logs, self.artifact = self.output / "logs", self.output / "final_model.int6.ptz"
-        self.snapshots = self.output / "checkpoints"
         if hp.resume and (self.logs / f"{self.run_id}.txt").exists():  # each part of a run has a log of its own
             parts = len(list(self.logs.glob(f"{self.run_id}.*.txt")))
-            self.run_id = f"{self.run_id}.{parts + 2}"
+            self.run_id += f".{parts + 2}"
         self.results: dict[str, Any] = {}
         self.failure: RunError | None = None
         self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
@@ -1939,16 +1888,17 @@ class Run:
         if hp.eval_only and not Path(hp.eval_only).is_file():
             raise SetupError(f"EVAL_ONLY={hp.eval_only}: no such file")
         self.world = join_world(hp, environ)
+        device = self.world.device
         torch.set_float32_matmul_precision("high")  # TF32 for fp32 products
         if hp.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        dtype, dtype_reason = choose_dtype(hp.precision, self.world.device)
-        compiled, why = choose_compile(hp.compile, self.world.device)
+        dtype, dtype_reason = choose_dtype(hp.precision, device)
+        compiled, why = choose_compile(hp.compile, device)
         self.compile = partial(torch.compile, dynamic=False, fullgraph=True) if compiled else lambda function: function
-        attend, attention = choose_attention(hp, self.world.device, dtype)
-        ops, kernels = choose_operations(hp, attend, self.world.device, dtype)
-        self.model = build_model(hp, ops, self.world.device, dtype)
+        attend, attention = choose_attention(hp, device, dtype)
+        ops, kernels = choose_operations(hp, attend, device, dtype)
+        self.model = build_model(hp, ops, device, dtype)
         parameter_groups(self.model)  # raises when a parameter has no optimizer
         self.world.broadcast_weights(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
@@ -1956,7 +1906,7 @@ class Run:
         self.log = self.open_log()
         self.log_head(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})\nattention: {attention}\n"
                       f"kernels: {kernels}\ncompile: {int(compiled)} ({why})")
-        for name in sorted(set(IGNORED_SETTINGS) & set(environ)):
+        for name in sorted({*IGNORED_SETTINGS} & {*environ}):
             self.log(f"WARNING: {name} is set, but nothing reads it; the published script ignores it too")
 
     def open_log(self) -> RunLog:
@@ -1970,16 +1920,14 @@ class Run:
                 (self.output / ".writable").unlink()
                 if (free := shutil.disk_usage(self.output).free) < need:
                     raise OSError(f"{free} bytes are free, the model files need {need}")
-                with contextlib.suppress(ImportError):  # Windows has no such lock
-                    import fcntl
-
-                    self.lock = (self.logs / ".lock").open("w")  # it is released when the process ends, however
-                    try:
+                self.lock = (self.logs / ".lock").open("w")  # it is released when the process ends, however
+                try:
+                    if fcntl:
                         fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except OSError:
-                        raise OSError("another run writes to it") from None
-                if self.hp.checkpoint_every_seconds and not self.hp.resume and self.snapshots.exists():
-                    raise OSError(f"{self.snapshots} exists and is kept")
+                except OSError:
+                    raise OSError("another run writes to it") from None
+                if self.hp.checkpoint_every_seconds and not self.hp.resume and self.hp.snapshots.exists():
+                    raise OSError(f"{self.hp.snapshots} exists and is kept")
                 log = RunLog(self.logs, self.run_id)
         except OSError as error:
             problem = f"cannot write RUN_ID={self.run_id} to OUTPUT_DIR={self.output}: {error}; choose another"
@@ -2073,7 +2021,7 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         with contextlib.suppress(OSError):  # the next run replaces the artifact; under this name the file stays
             os.link(self.artifact, self.logs / f"{self.run_id}.int6.ptz")
         if self.hp.resume or self.hp.checkpoint_every_seconds:  # the run is safe; its snapshots would start a new one
-            shutil.rmtree(self.snapshots, ignore_errors=True)
+            shutil.rmtree(self.hp.snapshots, ignore_errors=True)
         label, size = f"int6+{self.hp.compressor}", len(data)
         self.log(f"sha256 of the artifact: {hashlib.sha256(data).hexdigest()}\nSerialized model {label}: {size} bytes\n"
                  f"Total submission size {label}: {size + len(self.source)} bytes")
@@ -2116,15 +2064,15 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         if self.hp.sliding_window_enabled:
             final = self.report("final_int6_sliding_window", "sliding", self.evaluator.sliding())
         seconds = time.perf_counter() - began
-        self.results |= {"val_bpb": final.val_bpb, "val_loss": final.val_loss, "eval_seconds": seconds}
+        self.results |= asdict(final) | {"eval_seconds": seconds}  # of all evaluations of the artifact
         if seconds > 0.8 * EVAL_CAP_SECONDS:
             self.log(f"WARNING: evaluation took {seconds:.0f}s of the allowed {EVAL_CAP_SECONDS}s")
 
     def report(self, label: str, key: str, score: Score) -> Score:
-        loss, bpb, seconds = score.val_loss, score.val_bpb, score.seconds
-        self.log(f"{label} val_loss:{loss:.8f} val_bpb:{bpb:.8f} eval_time:{1000 * seconds:.0f}ms")
-        self.log.record("evaluation", name=key, val_loss=loss, val_bpb=bpb, eval_seconds=seconds)
-        self.results[f"{key}_val_bpb"] = bpb
+        self.log(f"{label} val_loss:{score.val_loss:.8f} val_bpb:{score.val_bpb:.8f} "
+                 f"eval_time:{1000 * score.eval_seconds:.0f}ms")
+        self.log.record("evaluation", name=key, **asdict(score))
+        self.results[f"{key}_val_bpb"] = score.val_bpb
         return score
 
     def load_artifact(self, path: Path) -> None:
@@ -2137,11 +2085,11 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         except ArtifactError as error:
             raise ArtifactError(f"{path} cannot be scored: {error}") from None
         total = len(self.source) + len(data)
+        headroom = SIZE_CAP_BYTES - total
         self.results |= {"code_bytes": len(self.source), "model_bytes": len(data), "total_bytes": total,
-                         "headroom_bytes": SIZE_CAP_BYTES - total}
-        if total > SIZE_CAP_BYTES and not self.failure:
-            over = f"{total - SIZE_CAP_BYTES} bytes over the cap of {SIZE_CAP_BYTES}"
-            self.failure = OversizeError(f"{over}; raise MUON_WD, EMBED_WD")
+                         "headroom_bytes": headroom}
+        if headroom < 0 and not self.failure:
+            self.failure = OversizeError(f"{-headroom} bytes over the cap of {SIZE_CAP_BYTES}; raise MUON_WD, EMBED_WD")
 
     def summarize(self) -> None:
         """The block of `key: value` lines at column 0 that tools read."""
