@@ -169,18 +169,17 @@ class Hyperparameters:
         "parameters that stay fp32 and out of Muon and int8, by part of name")
 
     # derived
-    head_dim = property(lambda self: self.model_dim // self.num_heads)
-    ve_layer_list = property(lambda self: [int(n) for n in re.findall(r"\d+", self.ve_layers) if self.ve_enabled])
-    control_patterns = property(lambda self: tuple(re.findall(r"[^,\s]+", self.control_tensor_name_patterns)))
-    variant = property(lambda self: self.transform and f"_{self.transform}")
-    snapshots = property(lambda self: Path(self.output_dir, "checkpoints"))
-    dataset_dir = property(lambda self: Path(self.data_dir, f"datasets/fineweb10B_sp{self.vocab_size}{self.variant}"))
-    tokenizer_path = property(
-        lambda self: Path(self.data_dir, f"tokenizers/fineweb_{self.vocab_size}_bpe{self.variant}.model"))
+    head_dim = property(lambda hp: hp.model_dim // hp.num_heads)
+    ve_layer_list = property(lambda hp: [int(n) for n in re.findall(r"\d+", hp.ve_layers) if hp.ve_enabled])
+    control_patterns = property(lambda hp: re.findall(r"[^,\s]+", hp.control_tensor_name_patterns))
+    variant = property(lambda hp: hp.transform and f"_{hp.transform}")
+    snapshots = property(lambda hp: Path(hp.output_dir, "checkpoints"))
+    dataset_dir = property(lambda hp: Path(hp.data_dir, f"datasets/fineweb10B_sp{hp.vocab_size}{hp.variant}"))
+    tokenizer_path = property(lambda hp: Path(hp.data_dir, f"tokenizers/fineweb_{hp.vocab_size}_bpe{hp.variant}.model"))
     fetch = property(
-        lambda self: f"`python data/cached_challenge_fineweb.py --variant sp{self.vocab_size}` or set DATA_DIR")
+        lambda hp: f"`python data/cached_challenge_fineweb.py --variant sp{hp.vocab_size}` or set DATA_DIR")
     train_cap_seconds = property(  # so that the Hessians still fit; 0: no cap
-        lambda self: max(0.0, self.max_wallclock_seconds - self.gptq_reserve_seconds * self.gptq_enabled))
+        lambda hp: max(0.0, hp.max_wallclock_seconds - hp.gptq_reserve_seconds * hp.gptq_enabled))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Hyperparameters:
@@ -1210,11 +1209,6 @@ class Optimizers:
             found |= {f"muon.{self.names[p]}": momentum for p, momentum in zip(*self.muon.share(group))}
         return found
 
-    def reset(self) -> None:
-        """Forgets all moments, as if no step had been taken."""
-        self.adam.state.clear()
-        self.muon.state.clear()
-
 def lr_factor(progress: float, warmdown_frac: float, min_lr: float) -> float:
     """1, then over the last `warmdown_frac` of the run linearly down to 0, never under `min_lr`."""
     flat = warmdown_frac <= 0 or progress < 1 - warmdown_frac
@@ -1271,7 +1265,7 @@ class Evaluator:
         windows = windows[share.start:share.stop]
         batch = min(self.plan.eval_sequences, len(windows))  # always this shape: each shape would be compiled
         sums = torch.zeros(2, dtype=self.sum_dtype, device=world.device)  # losses, number of scored targets
-        with tqdm(total=len(windows), desc=title, disable=None if world.is_main else True, leave=False) as bar:
+        with tqdm(total=len(windows), desc=title, leave=False, disable=not world.is_main or None) as bar:
             for first in np.unique(windows[:, 1]):  # alike windows form batches: logits start at `first`
                 alike = windows[windows[:, 1] == first]
                 for at in range(0, len(alike), batch):
@@ -1400,7 +1394,8 @@ class Trainer:
                 if step <= 6 or step % 10 == 0 or step == steps:
                     self.log(f"warmup_step: {step}/{steps}")
         self.model.load_state_dict(before)
-        self.optimizers.reset()
+        for optimizer in (self.optimizers.adam, self.optimizers.muon):
+            optimizer.state.clear()
         self.clock = Stopwatch()
 
     def fit(self) -> EMA:
@@ -1410,8 +1405,8 @@ class Trainer:
         if not snapshots.resume():
             log_validation(self.log, hp, 0, self.evaluator.full())
         seconds = self.clock.seconds
-        bar = tqdm(range(self.steps_done, hp.iterations), "training", leave=False,
-                   disable=None if self.world.is_main else True)
+        quiet = not self.world.is_main or None
+        bar = tqdm(range(self.steps_done, hp.iterations), "training", leave=False, disable=quiet)
         with bar, self.on_the_clock(self.steps_done * self.plan.grad_accum_steps) as data:
             for step in bar:
                 if hp.stall_seconds:
@@ -1452,7 +1447,7 @@ class Trainer:
         sums = [row[0] for row in self.world.gather([int(bits) % 2**48])]
         if wrong := [rank for rank, value in enumerate(sums) if value != sums[0]]:
             raise DivergedError(f"ranks {wrong} have other weights than rank 0 after step {self.steps_done}: a GPU or "
-                                "its link computes wrongly; go on from a snapshot (RESUME=auto) on other hardware")
+                                "link computes wrongly; go on from a snapshot (RESUME=auto) elsewhere")
     def _log_step(self, loss: float, seconds: float, factor: float, waited: float) -> None:
         step, tokens = self.steps_done, self.steps_done * self.hp.train_batch_tokens
         self.log(f"{step}/{self.hp.iterations} train_loss: {loss:.4f} train_time: {seconds / 60:.1f}m "
@@ -1479,8 +1474,7 @@ class Snapshots:
     """What a killed run goes on from, in OUTPUT_DIR/checkpoints: complete or absent, written while training goes on.
 
     torch.distributed.checkpoint writes and syncs all ranks' files under a temporary name; the last two are kept. Muon's
-    momenta are stored by matrix, so that any number of ranks can go on.
-    """
+    momenta are stored by matrix, so that any number of ranks can go on."""
     def __init__(self, trainer: Trainer, ema: EMA) -> None:
         self.trainer, self.ema, self.hp, self.world = trainer, ema, trainer.hp, trainer.world
         self.saved_at, self.pending = 0.0, None  # or the snapshot under way: (future, path)
@@ -1621,8 +1615,7 @@ def factor_hessian(hessian: Tensor) -> HessianFactor | None:
 def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor) -> Tensor:
     """Rounds (K, N, C) column by column, each error spread over later columns (GPTQ, Frantar et al. 2023).
 
-    `scales` (K, N) fp32, `upper` (K, C, C); returns integer codes as fp32. All in full fp32, TF32 off.
-    """
+    `scales` (K, N) fp32, `upper` (K, C, C); returns integer codes as fp32. All in full fp32, TF32 off."""
     weight = weight.clone()  # the codes take the place of what is done
     for start in range(0, weight.size(2), GPTQ_BLOCK):
         end = start + GPTQ_BLOCK
@@ -1722,8 +1715,7 @@ class HessianCollector:
 def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog, world: World) -> dict[str, Tensor]:
     """Hessians of the uncompiled model over the first calibration batches of a new stream, inside the cap.
 
-    The clock runs. Stops early, saying so, when one more batch as slow as the slowest would pass the cap.
-    """
+    The clock runs. Stops early, saying so, when one more batch as slow as the slowest would pass the cap."""
     hp, collector, began, slowest = model.hp, HessianCollector(model), clock.seconds, 0.0
     for batches in range(1, hp.gptq_calibration_batches + 1):
         start = clock.seconds
