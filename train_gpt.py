@@ -249,12 +249,11 @@ class BatchPlan:
 
 def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
     """Cuts TRAIN_BATCH_TOKENS over ranks and accumulation. Raises SetupError naming sizes that divide."""
-    unit = world_size * hp.train_seq_len
-    per_rank, rest = divmod(hp.train_batch_tokens, unit)
+    batch, unit = hp.train_batch_tokens, world_size * hp.train_seq_len
+    per_rank, rest = divmod(batch, unit)
     if rest:
         fits = " or ".join(str(n * unit) for n in (per_rank, per_rank + 1) if n)
-        raise SetupError(f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} must be a multiple of {world_size} ranks x "
-                         f"TRAIN_SEQ_LEN={hp.train_seq_len}; use {fits}")
+        raise SetupError(f"TRAIN_BATCH_TOKENS={batch} must be a multiple of {unit}, ranks x TRAIN_SEQ_LEN; use {fits}")
     divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
     micro = hp.micro_batch_tokens / hp.train_seq_len or per_rank / max(1, 8 / world_size)
     if micro not in divisors:
@@ -278,7 +277,7 @@ class World:
     is_main = property(lambda self: self.rank == 0)
 
     def gather(self, values: list[float]) -> list[list[float]]:
-        """Every rank's numbers, in rank order."""
+        """Every rank's numbers, in rank order, on every rank."""
         if self.size == 1:
             return [values]
         with torch.cuda.stream(self.control_stream):
@@ -286,6 +285,7 @@ class World:
             rows = [torch.empty_like(mine) for _ in range(self.size)]
             dist.all_gather(rows, mine, group=self.control)
             return torch.stack(rows).tolist()
+
     def fetch(self, scalar: Tensor) -> Callable[[], float]:
         """Starts copying a number to the host; the returned call waits for it, not for work queued afterwards."""
         if self.device.type != "cuda":
@@ -294,6 +294,7 @@ class World:
         host.copy_(scalar, non_blocking=True)
         done.record()
         return lambda: float((done.synchronize(), host)[1])
+
     def gather_stacked(self, part: Tensor) -> tuple[Tensor, Any]:
         """All ranks' equal parts, stacked along the first dimension, and the work to wait for (None with one rank)."""
         if self.size == 1:
@@ -301,6 +302,7 @@ class World:
         everyone = part.new_empty(self.size * part.size(0), *part.shape[1:])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in PyTorch 2.13
         return everyone, gather(everyone, part, async_op=True)
+
     def sum(self, tensor: Tensor) -> Tensor:
         if self.size > 1:
             dist.all_reduce(tensor)
@@ -603,6 +605,7 @@ class CoprimeLoader:
         check_token_ids(rows, self.vocab_size, self.paths[mine[int(rows.max(axis=1).argmax())][0]])
         rows = rows.astype(np.int64)
         return rows[:, :-1], rows[:, 1:]
+
     def _read(self, shard: int, start: int) -> np.ndarray:
         """Read, not mapped: a mapped file that shrinks or whose disk fails would kill the process without a word."""
         path, count = self.paths[shard], self.seq_len + 1
@@ -610,6 +613,7 @@ class CoprimeLoader:
         if len(tokens) < count:
             raise SetupError(f"{path} ends before token {start + count}: it changed; fetch it again")
         return tokens
+
     def _take(self, shard: int, count: int) -> list[tuple[int, int]]:
         windows = []
         for _ in range(count):
@@ -630,6 +634,7 @@ class Prefetcher:
         batch = [torch.from_numpy(np.ascontiguousarray(part)) for part in self.loader.next_batch()]
         self.last_read_seconds = self.clock.seconds
         return [part.pin_memory() for part in batch] if self.device.type == "cuda" else batch
+
     def next(self) -> list[Tensor]:
         """Inputs and targets on the device, int64 (sequences, seq_len); waits for the reader or raises its error."""
         began = time.perf_counter()
@@ -637,6 +642,7 @@ class Prefetcher:
         self._ahead.append(self._thread.submit(self._read))
         self.wait_seconds += time.perf_counter() - began
         return [part.to(self.device, non_blocking=True) for part in batch]
+
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
@@ -902,6 +908,7 @@ class HeadLosses(torch.autograd.Function):
                                num_warps=min(max(width // 512, 4), 32))
         ctx.save_for_backward(x, weight, logits)
         return losses
+
     @staticmethod
     def backward(ctx, d_losses):
         x, weight, d_logits = ctx.saved_tensors
@@ -972,6 +979,7 @@ class SelfAttention(nn.Module):
         self.q_gain = nn.Parameter(torch.full((hp.num_heads,), hp.qk_gain_init))
         self.c_q, self.c_k, self.c_v = Linear(dim, dim), Linear(dim, kv_dim), Linear(dim, kv_dim)
         self.proj = Linear(dim, dim)
+
     def forward(self, x: Tensor, rope: Rope, value: Tensor | None, gain: Tensor, first: int) -> Tensor:
         """x (B, T, model_dim) -> the same from position `first` on."""
         weights = torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight])
@@ -996,6 +1004,7 @@ class Block(nn.Module):
         self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, hp.model_dim))
         self.attn = SelfAttention(hp, ops, use_xsa=layer >= hp.num_layers - hp.xsa_last_n)
         self.mlp = MLP(hp, ops)
+
     def forward(self, x: Tensor, rope: Rope, value: Tensor | None, first: int) -> Tensor:
         """x (B, T, model_dim) -> (B, T - first, model_dim)."""
         x = x[:, first:] + self.attn(rms_norm(x) * self.norm_scale, rope, value, self.attn_scale, first)
@@ -1373,6 +1382,7 @@ class Trainer:
         loss = self.loss_function(self.inputs, self.targets) / self.plan.grad_accum_steps
         self.gradients.add(loss)
         self.loss += loss.detach()
+
     def record_graph(self) -> None:
         """On a GPU, makes one launch of the micro-batch's several hundred: the gaps between kernels shrink."""
         if self.world.device.type != "cuda":
@@ -1440,6 +1450,7 @@ class Trainer:
         if broken := [rank for rank, loss_here in enumerate(losses) if not math.isfinite(loss_here)]:
             raise DivergedError(f"loss not finite at {where} on ranks {broken}; lower MATRIX_LR or TIED_EMBED_LR")
         return max(seconds), sum(losses) / len(losses)
+
     def _compare_weights(self) -> None:
         """Ranks whose weights have drifted apart train a model that none of them has. Raises DivergedError."""
         weights = self.model.parameters()
@@ -1448,6 +1459,7 @@ class Trainer:
         if wrong := [rank for rank, value in enumerate(sums) if value != sums[0]]:
             raise DivergedError(f"ranks {wrong} have other weights than rank 0 after step {self.steps_done}: a GPU or "
                                 "link computes wrongly; go on from a snapshot (RESUME=auto) elsewhere")
+
     def _log_step(self, loss: float, seconds: float, factor: float, waited: float) -> None:
         step, tokens = self.steps_done, self.steps_done * self.hp.train_batch_tokens
         self.log(f"{step}/{self.hp.iterations} train_loss: {loss:.4f} train_time: {seconds / 60:.1f}m "
@@ -1478,6 +1490,7 @@ class Snapshots:
     def __init__(self, trainer: Trainer, ema: EMA) -> None:
         self.trainer, self.ema, self.hp, self.world = trainer, ema, trainer.hp, trainer.world
         self.saved_at, self.pending = 0.0, None  # or the snapshot under way: (future, path)
+
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a step changes, by name."""
         trainer, named = self.trainer, dict(self.trainer.model.named_parameters())
@@ -1693,6 +1706,7 @@ class HessianCollector:
         for source in dict.fromkeys(self.sources.values()):
             owner = re.sub(r"(\.mlp)\.(fc|proj)$", r"\1", source)  # the fused MLP does not call its parts
             self._hooks.append(model.get_submodule(owner).register_forward_pre_hook(partial(self._add, source)))
+
     def _add(self, source: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = leaky_square(module.fc(inputs[0])) if source.endswith(".mlp.proj") else inputs[0]
         x = x.flatten(0, -2).float()
