@@ -693,7 +693,7 @@ def is_hopper(device: torch.device) -> bool:
 def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> tuple[AttentionFunction, str]:
     """FlashAttention-3, else cuDNN on Hopper or newer, else flash, else math, and why; ATTENTION forces one.
 
-    Each is tried, since builds exist that import and then fail at the first launch. Raises SetupError."""
+    Each is tried forward and backward: builds exist that import and fail at the first launch. Raises SetupError."""
     forced, refused, kv_shape = hp.attention != "auto", [], (2, 96, hp.num_kv_heads, hp.head_dim)
     inputs = random_inputs(device, dtype, (2, 96, hp.num_heads, hp.head_dim), kv_shape, kv_shape)
     for name in [hp.attention] if forced else ["fa3", "cudnn", "flash", "math"]:
@@ -963,7 +963,8 @@ def choose_operations(hp: Hyperparameters, attend: AttentionFunction, device: to
 class Linear(nn.Linear):
     """Bias-free; the fp32 master weight is cast to the activation's dtype at every use.
 
-    A gain on the outputs goes into the weight's rows: the same product, with less traffic of activations."""
+    A gain on the outputs is multiplied into the weight's rows: the same product, but neither the scaled activations
+    nor the sum over all tokens for the gain's gradient pass through memory."""
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__(fan_in, fan_out, bias=False)
     def cast(self, dtype: torch.dtype, gain: Tensor | None = None) -> Tensor:
