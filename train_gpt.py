@@ -44,6 +44,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+try:
+    import fcntl
+    import resource
+except ImportError:  # Windows: no lock on the output folder, no peak memory
+    fcntl = resource = None
+
 # ---- Errors and limits -----------------------------------------------------------------------------------------------
 
 SIZE_CAP_BYTES = 16_000_000  # decimal megabytes, code plus compressed weights
@@ -163,17 +169,17 @@ class Hyperparameters:
         "parameters that stay fp32 and out of Muon and int8, by part of name")
 
     # derived
-    head_dim = property(lambda self: self.model_dim // self.num_heads)
-    ve_layer_list = property(lambda self: [int(n) for n in re.findall(r"\d+", self.ve_layers) if self.ve_enabled])
-    control_patterns = property(lambda self: tuple(re.findall(r"[^,\s]+", self.control_tensor_name_patterns)))
-    variant = property(lambda self: self.transform and f"_{self.transform}")
-    dataset_dir = property(lambda self: Path(self.data_dir, f"datasets/fineweb10B_sp{self.vocab_size}{self.variant}"))
-    tokenizer_path = property(
-        lambda self: Path(self.data_dir, f"tokenizers/fineweb_{self.vocab_size}_bpe{self.variant}.model"))
+    head_dim = property(lambda hp: hp.model_dim // hp.num_heads)
+    ve_layer_list = property(lambda hp: [int(n) for n in re.findall(r"\d+", hp.ve_layers) if hp.ve_enabled])
+    control_patterns = property(lambda hp: re.findall(r"[^,\s]+", hp.control_tensor_name_patterns))
+    variant = property(lambda hp: hp.transform and f"_{hp.transform}")
+    snapshots = property(lambda hp: Path(hp.output_dir, "checkpoints"))
+    dataset_dir = property(lambda hp: Path(hp.data_dir, f"datasets/fineweb10B_sp{hp.vocab_size}{hp.variant}"))
+    tokenizer_path = property(lambda hp: Path(hp.data_dir, f"tokenizers/fineweb_{hp.vocab_size}_bpe{hp.variant}.model"))
     fetch = property(
-        lambda self: f"`python data/cached_challenge_fineweb.py --variant sp{self.vocab_size}` or set DATA_DIR")
+        lambda hp: f"`python data/cached_challenge_fineweb.py --variant sp{hp.vocab_size}` or set DATA_DIR")
     train_cap_seconds = property(  # so that the Hessians still fit; 0: no cap
-        lambda self: max(0.0, self.max_wallclock_seconds - self.gptq_reserve_seconds * self.gptq_enabled))
+        lambda hp: max(0.0, hp.max_wallclock_seconds - hp.gptq_reserve_seconds * hp.gptq_enabled))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Hyperparameters:
@@ -243,12 +249,11 @@ class BatchPlan:
 
 def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
     """Cuts TRAIN_BATCH_TOKENS over ranks and accumulation. Raises SetupError naming sizes that divide."""
-    unit = world_size * hp.train_seq_len
-    per_rank, rest = divmod(hp.train_batch_tokens, unit)
+    batch, unit = hp.train_batch_tokens, world_size * hp.train_seq_len
+    per_rank, rest = divmod(batch, unit)
     if rest:
         fits = " or ".join(str(n * unit) for n in (per_rank, per_rank + 1) if n)
-        raise SetupError(f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} must be a multiple of {world_size} ranks x "
-                         f"TRAIN_SEQ_LEN={hp.train_seq_len}; use {fits}")
+        raise SetupError(f"TRAIN_BATCH_TOKENS={batch} must be a multiple of {unit}, ranks x TRAIN_SEQ_LEN; use {fits}")
     divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
     micro = hp.micro_batch_tokens / hp.train_seq_len or per_rank / max(1, 8 / world_size)
     if micro not in divisors:
@@ -302,12 +307,10 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
-
     def broadcast_weights(self, model: nn.Module) -> None:
         """Rank 0's weights everywhere: other nodes' processors may round the initialisation differently."""
         for tensor in model.state_dict().values() if self.size > 1 else ():
             dist.broadcast(tensor, src=0)
-
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's picklable value on every rank, also on nodes that do not see rank 0's disk."""
         box = [value]
@@ -370,12 +373,8 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     """Peak MiB (allocated, reserved) on the GPU, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) >> 20, torch.cuda.max_memory_reserved(device) >> 20
-    with contextlib.suppress(ImportError):  # Windows
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
-        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20,) * 2
-    return 0, 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if resource else 0
+    return (peak >> (20 if sys.platform == "darwin" else 10),) * 2  # it is in bytes on macOS, in KiB on Linux
 
 class Stopwatch:
     """The training clock: it counts only between start() and stop(), and only it is held against the cap."""
@@ -394,16 +393,13 @@ class RunLog:
     def __init__(self, folder: Path | None, run_id: str) -> None:
         self._files = {ending: (folder / f"{run_id}.{ending}").open("x", encoding="utf-8", buffering=1)
                        for ending in ("txt", "jsonl") if folder}
-
     def __call__(self, line: str, console: bool = True) -> None:
         self._write("txt", line)
         if self._files and console:
             tqdm.write(line)
             sys.stdout.flush()
-
     def record(self, kind: str, **values: Any) -> None:
         self._write("jsonl", json.dumps({"type": kind, **values}))
-
     def _write(self, ending: str, line: str) -> None:
         try:
             if self._files:
@@ -446,11 +442,11 @@ class ByteTables:
 def byte_tables(tokenizer: Any) -> ByteTables:
     """Tables of a SentencePiece processor. Raises SetupError when it has no piece for a lone space."""
     if tokenizer.piece_to_id(SPACE_MARKER) == tokenizer.unk_id():
-        raise SetupError("the tokenizer has no piece for a lone space (U+2581); train it on text with spaces")
+        raise SetupError("the tokenizer has no piece for a space (U+2581); train it on text with spaces")
     ids = range(tokenizer.vocab_size())
     boundary = [tokenizer.is_control(i) or tokenizer.is_unknown(i) or tokenizer.is_unused(i) for i in ids]
     pieces = ["" if boundary[i] else "x" if tokenizer.is_byte(i) else tokenizer.id_to_piece(i) for i in ids]
-    sizes = [len(piece.removeprefix(SPACE_MARKER).encode("utf-8")) for piece in pieces]
+    sizes = [len(piece.removeprefix(SPACE_MARKER).encode()) for piece in pieces]
     spaces = [piece.startswith(SPACE_MARKER) for piece in pieces]
     return ByteTables(np.array(sizes, np.int16), np.array(spaces), np.array(boundary))
 
@@ -458,36 +454,32 @@ def load_tokenizer(hp: Hyperparameters) -> Any:
     """The SentencePiece processor of this run. Raises SetupError when missing or of another size."""
     import sentencepiece
 
-    path = hp.tokenizer_path
     try:
-        tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(hp.tokenizer_path))
     except (OSError, RuntimeError) as error:
-        raise SetupError(f"no tokenizer at {path} ({error}); {hp.fetch}") from None
-    if tokenizer.vocab_size() != hp.vocab_size:
-        raise SetupError(f"VOCAB_SIZE={hp.vocab_size} must be {tokenizer.vocab_size()}, the pieces of {path}")
+        raise SetupError(f"no tokenizer at {hp.tokenizer_path} ({error}); {hp.fetch}") from None
+    if (size := tokenizer.vocab_size()) != hp.vocab_size:
+        raise SetupError(f"VOCAB_SIZE={hp.vocab_size} must be {size}, the pieces of {hp.tokenizer_path}")
     return tokenizer
 
 def shard_tokens(path: Path) -> int:
     """Token count of a shard, with header and file size checked. Raises SetupError."""
-    header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
-    if len(header) < SHARD_HEADER_INTS or (*header[:2],) != (SHARD_MAGIC, SHARD_VERSION):
-        raise SetupError(f"{path} must begin with {SHARD_MAGIC}, {SHARD_VERSION} to be a shard; fetch it again")
-    expected, found = SHARD_HEADER_INTS * 4 + 2 * int(header[2]), path.stat().st_size
-    if expected != found:
-        raise SetupError(f"{path} must have {expected} bytes, not {found}; fetch it again")
-    return int(header[2])
+    header, size = np.fromfile(path, "<i4", SHARD_HEADER_INTS).tolist(), path.stat().st_size
+    count = header[2] if len(header) == SHARD_HEADER_INTS else 0
+    expected = SHARD_HEADER_INTS * 4 + 2 * count
+    if header[:2] != [SHARD_MAGIC, SHARD_VERSION] or size != expected:
+        raise SetupError(f"{path} must begin with {SHARD_MAGIC}, {SHARD_VERSION} and have {expected} bytes, not "
+                         f"{header[:2]} and {size}; fetch it again")
+    return count
 
 def open_shard(path: Path) -> np.ndarray:
     """The tokens of a shard as a read-only uint16 memory map. Raises SetupError."""
     shard_tokens(path)
     return np.memmap(path, "<u2", "r")[2 * SHARD_HEADER_INTS:]
-
 def find_shards(hp: Hyperparameters, split: str) -> list[Path]:
-    paths = sorted(hp.dataset_dir.glob(f"fineweb_{split}_*.bin"))
-    if not paths:
-        raise SetupError(f"no {split} shards in {hp.dataset_dir}; {hp.fetch}")
-    return paths
-
+    if paths := sorted(hp.dataset_dir.glob(f"fineweb_{split}_*.bin")):
+        return paths
+    raise SetupError(f"no {split} shards in {hp.dataset_dir}; {hp.fetch}")
 def check_token_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
     if tokens.max(initial=0) >= vocab_size:
         raise SetupError(f"{path} holds token {tokens.max()}, but VOCAB_SIZE={vocab_size}; fetch both again")
@@ -517,24 +509,25 @@ class ValidationSet:
 
 def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
     """All validation shards, joined and cut to whole sequences plus one token. Raises SetupError."""
-    paths = find_shards(hp, "val")
+    paths, manifest = find_shards(hp, "val"), Path(hp.data_dir) / "manifest.json"
     tokens = np.concatenate([open_shard(path) for path in paths])
     check_token_ids(tokens, hp.vocab_size, hp.dataset_dir)
-    manifest, docs = Path(hp.data_dir) / "manifest.json", int((tokens == BOS_ID).sum())
+    if len(tokens) <= hp.eval_seq_len:
+        raise SetupError(f"{len(tokens)} val tokens must exceed EVAL_SEQ_LEN={hp.eval_seq_len}; fetch more")
+    rest = (len(tokens) - 1) % hp.eval_seq_len
+    used = tokens[:len(tokens) - rest]
     try:
-        entry = manifest_entry(manifest, hp.dataset_dir.name)
+        datasets = json.loads(manifest.read_text("utf-8"))["datasets"] if manifest.is_file() else []
+        entry = next((dict(d) for d in datasets if d["name"] == hp.dataset_dir.name), {})
         count = sidecar_count(hp, entry, paths, len(tokens)) if hp.transform else tables.count
-        whole = {"docs_val": docs, "tokens_val": len(tokens), "bytes_val_normalised": count(tokens)}
-        verdict = check_manifest(hp, entry, whole)
+        whole = {"docs_val": int((tokens == BOS_ID).sum()), "tokens_val": len(tokens),
+                 "bytes_val_normalised": count(tokens)}
+        note = f"normalised text; {rest} tail tokens not scored; {check_manifest(hp, entry, whole)}"
     except SetupError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SetupError(f"{manifest} is damaged ({error!r}); fetch it again or remove it") from None
-    rest = (len(tokens) - 1) % hp.eval_seq_len
-    used = tokens[:len(tokens) - rest]
-    if len(used) < 2:
-        raise SetupError(f"{len(tokens)} val tokens must exceed EVAL_SEQ_LEN={hp.eval_seq_len}; fetch more")
-    return ValidationSet(used, count(used), f"normalised text; {rest} tail tokens not scored; {verdict}")
+    return ValidationSet(used, count(used), note)
 
 def sidecar_count(hp: Hyperparameters, entry: dict, paths: list[Path], n: int) -> Callable[[np.ndarray], int]:
     """Bytes of the original text behind the first tokens, from the files beside the shards. Raises SetupError."""
@@ -544,37 +537,30 @@ def sidecar_count(hp: Hyperparameters, entry: dict, paths: list[Path], n: int) -
         raise SetupError(f"TRANSFORM={hp.transform} needs manifest.json and a .bytes file beside each val shard")
     sizes = np.concatenate([np.fromfile(file, np.dtype(sidecar["dtype"]).newbyteorder("<")) for file in files])
     if len(sizes) != n:
-        raise SetupError(f"{n} val tokens, but {len(sizes)} in the .bytes files beside them; fetch both again")
+        raise SetupError(f"{n} val tokens, but {len(sizes)} in their .bytes files; fetch both again")
     return lambda tokens: int(sizes[1:len(tokens)].sum(dtype=np.int64))
-
-def manifest_entry(manifest: Path, name: str) -> dict[str, Any]:
-    """What manifest.json says of a dataset; empty when it says nothing, or is not there."""
-    datasets = json.loads(manifest.read_text(encoding="utf-8"))["datasets"] if manifest.is_file() else []
-    return next((dict(d) for d in datasets if d["name"] == name), {})
 
 def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, int]) -> str:
     """The whole validation split against the manifest, in words. Raises SetupError: such a score compares with none."""
     stats, splits = entry.get("stats") or {}, entry.get("splits") or {}
     if wrong := [f"{name} {stats[name]}, found {n}" for name, n in whole.items() if stats.get(name, n) != n]:
         raise SetupError(f"{hp.dataset_dir} is not that of manifest.json ({'; '.join(wrong)}); {hp.fetch}")
-    if {"val", "train"} <= set(splits):
+    if {"val", "train"} <= {*splits}:
         (a, b), (c, d) = ((splits[split]["first_doc"], splits[split]["last_doc"]) for split in ("val", "train"))
         if a <= d and c <= b:
             raise SetupError(f"val documents {a} to {b} and train documents {c} to {d} overlap; export them again")
-    note = "whole split: " + ", ".join(f"{count} {name}" for name, count in whole.items())
+    note = ", ".join(f"{count} {name}" for name, count in whole.items())
     note += f", {stats['bytes_val_source']} source bytes" if "bytes_val_source" in stats else ""
     known = "yes" if {*whole} <= {*stats} else "as far as it says" if {*whole} & {*stats} else "it says nothing"
-    return f"{note}; matches manifest: {known}" + "; UNOFFICIAL SPLIT" * bool(entry.get("unofficial_split"))
+    unofficial = "; UNOFFICIAL SPLIT" * bool(entry.get("unofficial_split"))
+    return f"whole split: {note}; matches manifest: {known}{unofficial}"
 
 def draw_walk(rng: np.random.Generator, tokens: int, seq_len: int) -> tuple[int, Iterator[int]]:
-    """A walk over a shard of more than seq_len tokens: the number of its blocks and their first tokens, each once.
-
-    They are phase + seq_len * ((start + i * stride) mod blocks), with a stride coprime to the number of blocks.
-    """
+    """A walk over a shard of more than seq_len tokens: the number of its blocks and their first tokens, each once."""
     phase = int(rng.integers(min(seq_len, tokens - seq_len)))
     blocks = (tokens - 1 - phase) // seq_len
     start, stride = int(rng.integers(blocks)), 0  # (a choice among one number takes nothing from `rng`)
-    while math.gcd(stride, blocks) != 1:
+    while math.gcd(stride, blocks) != 1:  # coprime: all blocks come
         stride = int(rng.integers(1, blocks))
     return blocks, (phase + seq_len * ((start + i * stride) % blocks) for i in range(blocks))
 
@@ -597,9 +583,8 @@ class CoprimeLoader:
         """(shard, first token) of all ranks' windows of the next draw."""
         progress = min(self.draws / 1800, 1.0)  # over these draws, more even weights and a wider mix
         self.draws += 1
-        shards = list(self.blocks_left)
         weights = np.maximum([*self.blocks_left.values()], 1.0) ** (0.90 - 0.40 * progress)
-        p = weights / weights.sum()
+        shards, p = list(self.blocks_left), weights / weights.sum()
         low, high = (min(max(least, each * self.world_size), len(shards), self.draw_windows)
                      for least, each in ((8, 1), (32, 8)))
         mix = round(low + progress * (high - low))
@@ -626,15 +611,14 @@ class CoprimeLoader:
         path, count = self.paths[shard], self.seq_len + 1
         tokens = np.fromfile(path, "<u2", count, offset=4 * SHARD_HEADER_INTS + 2 * start)
         if len(tokens) < count:
-            raise SetupError(f"{path} ends before token {start + count}: it changed during the run; fetch it again")
+            raise SetupError(f"{path} ends before token {start + count}: it changed; fetch it again")
         return tokens
 
     def _take(self, shard: int, count: int) -> list[tuple[int, int]]:
         windows = []
         for _ in range(count):
             if shard not in self.walks or not self.blocks_left[shard]:
-                walk = draw_walk(self.rng, self.lengths[shard], self.seq_len)
-                self.blocks_left[shard], self.walks[shard] = walk
+                self.blocks_left[shard], self.walks[shard] = draw_walk(self.rng, self.lengths[shard], self.seq_len)
             self.blocks_left[shard] -= 1
             windows.append((shard, next(self.walks[shard])))
         return [windows[k] for k in self.rng.permutation(count)]
@@ -646,7 +630,6 @@ class Prefetcher:
         self.last_read_seconds = self.wait_seconds = 0.0
         self._thread = ThreadPoolExecutor(1)
         self._ahead = deque(self._thread.submit(self._read) for _ in range(3))  # batches read ahead
-
     def _read(self) -> list[Tensor]:
         batch = [torch.from_numpy(np.ascontiguousarray(part)) for part in self.loader.next_batch()]
         self.last_read_seconds = self.clock.seconds
@@ -671,7 +654,6 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """PyTorch's kernel, the one that `use_sdpa_backend` left on."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1)).transpose(1, 2)
-
 def use_sdpa_backend(name: str) -> None:
     for backend in ("cudnn", "flash", "math", "mem_efficient"):
         getattr(torch.backends.cuda, f"enable_{backend}_sdp")(backend == name)
@@ -711,8 +693,7 @@ def is_hopper(device: torch.device) -> bool:
 def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> tuple[AttentionFunction, str]:
     """FlashAttention-3, else cuDNN on Hopper or newer, else flash, else math, and why; ATTENTION forces one.
 
-    Each is tried forward and backward: builds exist that import and then fail at the first launch. Raises SetupError.
-    """
+    Each is tried forward and backward: builds exist that import and fail at the first launch. Raises SetupError."""
     forced, refused, kv_shape = hp.attention != "auto", [], (2, 96, hp.num_kv_heads, hp.head_dim)
     inputs = random_inputs(device, dtype, (2, 96, hp.num_heads, hp.head_dim), kv_shape, kv_shape)
     for name in [hp.attention] if forced else ["fa3", "cudnn", "flash", "math"]:
@@ -729,7 +710,6 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
         except (ImportError, RuntimeError, AttributeError, TypeError) as error:
             refused.append(f"{name}: {first_line(error)}")
     raise SetupError(f"ATTENTION={hp.attention} cannot be used here: {'; '.join(refused)}; unset ATTENTION")
-
 
 # ---- Operations: plain PyTorch, and the Triton kernels that must equal it --------------------------------------------
 
@@ -764,7 +744,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.size(-1)
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
     return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
-
 def split_qkv(qkv: Tensor, value: Tensor | None, gain: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> QKV:
     """One product (B, T, (H + 2 KV) D) -> normed, rotated q (times `gain` (H)) and k, and v (plus `value`)."""
     q, k, v = qkv.unflatten(-1, (len(gain) + 2 * kv_heads, -1)).split([len(gain), kv_heads, kv_heads], dim=2)
@@ -839,10 +818,8 @@ def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     direction = F.normalize(v, dim=-1).unsqueeze(3)
     grouped = y.unflatten(2, (v.size(2), -1))
     return (grouped - (grouped * direction).sum(-1, keepdim=True) * direction).flatten(2, 3)
-
 def leaky_square(x: Tensor) -> Tensor:
     return F.leaky_relu(x, 0.5).square()
-
 def mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     """leaky_square(x w_in^T) w_out^T; x (B, T, D), w_in (hidden, D), w_out (D, hidden)."""
     return F.linear(leaky_square(F.linear(x, w_in)), w_out)
@@ -889,7 +866,6 @@ class FusedMLP(torch.autograd.Function):
         hidden = run_mlp_kernel(x, w_in, None, "train" if training else "evaluate")
         ctx.save_for_backward(x, w_in, w_out, hidden)
         return F.linear(hidden, w_out)
-
     @staticmethod
     def backward(ctx, d):
         x, w_in, w_out, hidden = ctx.saved_tensors
@@ -899,7 +875,6 @@ class FusedMLP(torch.autograd.Function):
 
 def mlp_fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     return FusedMLP.apply(x.flatten(0, -2), w_in, w_out, torch.is_grad_enabled()).view_as(x)
-
 def head_losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
     """fp32 nats of the targets (N) from the last activations (N, D), the head (V, D) and logits cap * tanh(z / cap)."""
     logits = cap * torch.tanh(F.linear(x, weight) / cap)
@@ -983,21 +958,17 @@ def choose_operations(hp: Hyperparameters, attend: AttentionFunction, device: to
         raise SetupError(f"KERNELS=1 cannot be used here: {'; '.join(refused)}; unset KERNELS")
     return (plain, f"0 ({'; '.join(refused)})") if refused else (fused, "1 (equal to plain PyTorch in a probe)")
 
-
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
 class Linear(nn.Linear):
     """Bias-free; the fp32 master weight is cast to the activation's dtype at every use.
 
     A gain on the outputs is multiplied into the weight's rows: the same product, but neither the scaled activations
-    nor the sum over all tokens for the gain's gradient pass through memory.
-    """
+    nor the sum over all tokens for the gain's gradient pass through memory."""
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__(fan_in, fan_out, bias=False)
-
     def cast(self, dtype: torch.dtype, gain: Tensor | None = None) -> Tensor:
         return (self.weight if gain is None else self.weight * gain[:, None]).to(dtype)
-
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         return F.linear(x, self.cast(x.dtype, gain))
 
@@ -1005,12 +976,10 @@ class SelfAttention(nn.Module):
     def __init__(self, hp: Hyperparameters, ops: Operations, use_xsa: bool) -> None:
         super().__init__()
         self.kv_heads, self.ops, self.use_xsa = hp.num_kv_heads, ops, use_xsa
-        kv_dim = hp.num_kv_heads * hp.head_dim
+        dim, kv_dim = hp.model_dim, hp.num_kv_heads * hp.head_dim
         self.q_gain = nn.Parameter(torch.full((hp.num_heads,), hp.qk_gain_init))
-        self.c_q = Linear(hp.model_dim, hp.model_dim)
-        self.c_k = Linear(hp.model_dim, kv_dim)
-        self.c_v = Linear(hp.model_dim, kv_dim)
-        self.proj = Linear(hp.model_dim, hp.model_dim)
+        self.c_q, self.c_k, self.c_v = Linear(dim, dim), Linear(dim, kv_dim), Linear(dim, kv_dim)
+        self.proj = Linear(dim, dim)
 
     def forward(self, x: Tensor, rope: Rope, value: Tensor | None, gain: Tensor, first: int) -> Tensor:
         """x (B, T, model_dim) -> the same from position `first` on."""
@@ -1024,9 +993,7 @@ class MLP(nn.Module):
     def __init__(self, hp: Hyperparameters, ops: Operations) -> None:
         super().__init__()
         self.ops, hidden = ops, int(hp.mlp_mult * hp.model_dim)
-        self.fc = Linear(hp.model_dim, hidden)
-        self.proj = Linear(hidden, hp.model_dim)
-
+        self.fc, self.proj = Linear(hp.model_dim, hidden), Linear(hidden, hp.model_dim)
     def forward(self, x: Tensor, gain: Tensor) -> Tensor:
         return self.ops.mlp(x, self.fc.cast(x.dtype), self.proj.cast(x.dtype, gain))
 
@@ -1034,8 +1001,7 @@ class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: int, ops: Operations) -> None:
         super().__init__()
         self.norm_scale = 1.0 / math.sqrt(layer + 1) if hp.ln_scale else 1.0
-        self.attn_scale = nn.Parameter(torch.ones(hp.model_dim))
-        self.mlp_scale = nn.Parameter(torch.ones(hp.model_dim))
+        self.attn_scale, self.mlp_scale = (nn.Parameter(torch.ones(hp.model_dim)) for _ in range(2))
         self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, hp.model_dim))
         self.attn = SelfAttention(hp, ops, use_xsa=layer >= hp.num_layers - hp.xsa_last_n)
         self.mlp = MLP(hp, ops)
@@ -1053,7 +1019,6 @@ class ValueEmbedding(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.1))
         self.embed = nn.Embedding(hp.vocab_size, hp.ve_dim)
         self.proj = Linear(hp.ve_dim, kv_dim) if hp.ve_dim != kv_dim else nn.Identity()
-
     def forward(self, ids: Tensor) -> Tensor:
         value = self.proj(self.embed(ids))
         return value * self.scale.to(value.dtype)
@@ -1103,7 +1068,6 @@ class GPT(nn.Module):
         """Normed output (..., model_dim) -> what the head multiplies: (..., embedding_dim) and (vocab_size, same)."""
         x = self.head_proj(hidden)
         return x, self.tok_emb.weight.to(x.dtype) if self.lm_head is None else self.lm_head.cast(x.dtype)
-
     def forward(self, ids: Tensor, targets: Tensor, first: int = 0, reduction: str = "mean") -> Tensor:
         """fp32 nats of the targets (B, T) from position `first` on: their mean, or each (reduction none)."""
         x, weight = self.head(self.hidden(ids, first))
@@ -1131,8 +1095,7 @@ def is_control(name: str, hp: Hyperparameters) -> bool:
 def build_model(hp: Hyperparameters, ops: Operations, device: torch.device, dtype: torch.dtype) -> GPT:
     """A freshly initialised model; the same seed gives the same weights on any device and rank.
 
-    bf16 rounds all parameters; linear weights, control tensors and vectors go back to fp32, tables stay bf16.
-    """
+    bf16 rounds all parameters; linear weights, control tensors and vectors go back to fp32, tables stay bf16."""
     torch.manual_seed(hp.seed)
     model = GPT(hp, ops)
     init_matrices(model)
@@ -1143,14 +1106,12 @@ def build_model(hp: Hyperparameters, ops: Operations, device: torch.device, dtyp
     model.rope = {length: rope_tables(hp, length, device, dtype) for length in {hp.train_seq_len, hp.eval_seq_len}}
     return model.to(device)
 
-
 # ---- Optimizers ------------------------------------------------------------------------------------------------------
 
 def newton_schulz(g: Tensor, steps: int) -> Tensor:
     """Approximate orthogonal factor of each matrix of a batch (K, rows, cols), in bf16: singular values go to about 1.
 
-    The order bA + (cA)A is the published one; other orders differ by up to 2e-2 in bf16. A zero matrix stays zero.
-    """
+    The order bA + (cA)A is the published one; other orders differ by up to 2e-2 in bf16. A zero matrix stays zero."""
     a, b, c = 3.4445, -4.7750, 2.0315  # of the quintic, https://kellerjordan.github.io/posts/muon/
     x = g.bfloat16()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -1167,8 +1128,7 @@ class Muon(torch.optim.Optimizer):
     """Momentum, then orthogonalised updates, for 2-D weights (Jordan et al. 2024), decay decoupled.
 
     Matrices of one shape form a group and are orthogonalised as one batch. Each rank does a contiguous share of a group
-    and keeps the momentum of that share only; updates are gathered in bf16 while the next group is computed.
-    """
+    and keeps the momentum of that share only; updates are gathered in bf16 while the next group is computed."""
     def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, steps: int, world: World,
                  orthogonalize: Orthogonalizer = newton_schulz) -> None:
         by_shape = defaultdict(list)
@@ -1235,14 +1195,13 @@ class Optimizers:
             [{"params": groups[key], "lr": lr, "weight_decay": decay} for key, lr, decay in rates if groups[key]],
             betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, fused=world.device.type == "cuda")
         self.muon = Muon(groups["muon"], hp.matrix_lr, hp.muon_wd, hp.muon_backend_steps, world, orthogonalize)
-        for group in self.adam.param_groups + self.muon.param_groups:
+        self.groups = self.adam.param_groups + self.muon.param_groups
+        for group in self.groups:
             group["base_lr"] = group["lr"]
 
     def step(self, lr_factor: float, momentum: float) -> None:
-        for group in self.adam.param_groups + self.muon.param_groups:
-            group["lr"] = group["base_lr"] * lr_factor
-        for group in self.muon.param_groups:
-            group["momentum"] = momentum
+        for group in self.groups:  # AdamW has no use for a momentum
+            group |= {"lr": group["base_lr"] * lr_factor, "momentum": momentum}
         self.muon.step()
         self.adam.step()
 
@@ -1260,16 +1219,10 @@ class Optimizers:
             found |= {f"muon.{self.names[p]}": momentum for p, momentum in zip(*self.muon.share(group))}
         return found
 
-    def reset(self) -> None:
-        """Forgets all moments, as if no step had been taken."""
-        self.adam.state.clear()
-        self.muon.state.clear()
-
 def lr_factor(progress: float, warmdown_frac: float, min_lr: float) -> float:
     """1, then over the last `warmdown_frac` of the run linearly down to 0, never under `min_lr`."""
     flat = warmdown_frac <= 0 or progress < 1 - warmdown_frac
     return 1.0 if flat else max((1 - progress) / warmdown_frac, min_lr)
-
 def muon_momentum(step: int, hp: Hyperparameters) -> float:
     share = min(step / hp.muon_momentum_warmup_steps, 1.0) if hp.muon_momentum_warmup_steps else 1.0
     return (1 - share) * hp.muon_momentum_warmup_start + share * hp.muon_momentum
@@ -1279,14 +1232,11 @@ class EMA:
     def __init__(self, model: GPT, decay: float) -> None:
         self.decay, self.weights = decay, [p.detach() for p in model.parameters()]
         self.shadow = [w.float().clone() for w in self.weights]
-
     def update(self) -> None:
         torch._foreach_mul_(self.shadow, self.decay)
         torch._foreach_add_(self.shadow, [w.float() for w in self.weights], alpha=1 - self.decay)
-
     def copy_to_model(self) -> None:
         torch._foreach_copy_(self.weights, self.shadow)
-
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
@@ -1294,13 +1244,12 @@ class EMA:
 class Score:
     val_loss: float  # nats per token
     val_bpb: float
-    seconds: float
+    eval_seconds: float
 
 def sliding_windows(targets: int, seq_len: int, stride: int) -> np.ndarray:
     """Rows (start, first, end): a window each `stride` scores its targets [first, end), counted from `start`.
 
-    The first scores all, a later one what the earlier ones left: each target once. stride = seq_len: no overlap.
-    """
+    The first scores all, a later one what the earlier ones left: each target once. stride = seq_len: no overlap."""
     start = np.arange(0, max(targets - seq_len + stride, 1), stride)
     return np.stack([start, np.where(start == 0, 0, seq_len - stride), np.minimum(seq_len, targets - start)], axis=1)
 
@@ -1311,31 +1260,30 @@ class Evaluator:
         self.hp, self.plan, self.world, self.val, self.loss_function = hp, plan, world, val, loss_function
         self.sum_dtype = torch.float32 if world.device.type == "mps" else torch.float64  # mps has no fp64
         self._tokens = torch.from_numpy(val.tokens.astype(np.int32)).to(world.device)
-
     def full(self) -> Score:
         return self._score("validation", self.hp.eval_seq_len)
-
     def sliding(self) -> Score:
         return self._score("sliding evaluation", self.hp.eval_stride)
 
     @torch.no_grad()
     def _score(self, title: str, stride: int) -> Score:
-        synchronize(self.world.device)
+        world = self.world
+        synchronize(world.device)
         began = time.perf_counter()
         windows = sliding_windows(self.val.targets, self.hp.eval_seq_len, stride)
-        share = rank_share(len(windows), self.world.rank, self.world.size)
+        share = rank_share(len(windows), world.rank, world.size)
         windows = windows[share.start:share.stop]
         batch = min(self.plan.eval_sequences, len(windows))  # always this shape: each shape would be compiled
-        sums = torch.zeros(2, dtype=self.sum_dtype, device=self.world.device)  # losses, number of scored targets
-        with tqdm(total=len(windows), desc=title, disable=None if self.world.is_main else True, leave=False) as bar:
+        sums = torch.zeros(2, dtype=self.sum_dtype, device=world.device)  # losses, number of scored targets
+        with tqdm(total=len(windows), desc=title, leave=False, disable=not world.is_main or None) as bar:
             for first in np.unique(windows[:, 1]):  # alike windows form batches: logits start at `first`
                 alike = windows[windows[:, 1] == first]
                 for at in range(0, len(alike), batch):
-                    part = torch.from_numpy(alike[at:at + batch]).to(self.world.device)
+                    part = torch.from_numpy(alike[at:at + batch]).to(world.device)
                     filled = F.pad(part, (0, 0, 0, batch - len(part)))  # rows of zeros score nothing
                     sums += self._batch_sums(filled, int(first))
                     bar.update(len(part))
-        loss_sum, scored = self.world.sum(sums).tolist()
+        loss_sum, scored = world.sum(sums).tolist()
         assert scored == self.val.targets, f"{title} scored {scored:.0f} targets instead of {self.val.targets}"
         loss = loss_sum / scored
         return Score(loss, self.val.bits_per_byte(loss), time.perf_counter() - began)
@@ -1343,14 +1291,12 @@ class Evaluator:
     def _batch_sums(self, windows: Tensor, first: int) -> Tensor:
         """(2,) scored losses and their number of windows (B, 3) that start scoring at `first` or not at all."""
         start, begin, end = windows.T[:, :, None]
-        length = self.hp.eval_seq_len
-        positions = (start + torch.arange(length + 1, device=windows.device)).clamp_max(self.val.targets)
-        tokens = self._tokens[positions].long()
+        column = torch.arange(self.hp.eval_seq_len + 1, device=windows.device)
+        tokens = self._tokens[(start + column).clamp_max(self.val.targets)].long()
         losses = self.loss_function(tokens[:, :-1], tokens[:, 1:], first, "none")
-        column = torch.arange(first, length, device=windows.device)
+        column = column[first:-1]
         scored = (column >= begin) & (column < end)
         return torch.stack([torch.where(scored, losses, 0).to(self.sum_dtype).sum(), scored.sum()])
-
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 
@@ -1372,19 +1318,16 @@ class Gradients:
         found = dict(zip(parameters, torch.autograd.grad(loss, parameters, materialize_grads=True)))
         for _, group in self.groups:
             torch._foreach_add_([p.grad for p in group], [found[p] for p in group])
-
     def average(self, world: World) -> None:
         """Mean over ranks: one all-reduce per dtype (137 MB at full size)."""
         for flat, _ in self.groups:
             world.sum(flat.div_(world.size))
-
     def clip(self, largest_norm: float) -> None:
         """Scales all so that the 2-norm of the whole is at most that."""
         norms = torch.stack([torch.linalg.vector_norm(flat, dtype=torch.float32) for flat, _ in self.groups])
         factor = (largest_norm / (norms.norm() + 1e-6)).clamp_max(1.0)
         for flat, _ in self.groups:
             flat.mul_(factor)
-
     def zero(self) -> None:
         for flat, _ in self.groups:
             flat.zero_()
@@ -1462,7 +1405,8 @@ class Trainer:
                 if step <= 6 or step % 10 == 0 or step == steps:
                     self.log(f"warmup_step: {step}/{steps}")
         self.model.load_state_dict(before)
-        self.optimizers.reset()
+        for optimizer in (self.optimizers.adam, self.optimizers.muon):
+            optimizer.state.clear()
         self.clock = Stopwatch()
 
     def fit(self) -> EMA:
@@ -1472,8 +1416,8 @@ class Trainer:
         if not snapshots.resume():
             log_validation(self.log, hp, 0, self.evaluator.full())
         seconds = self.clock.seconds
-        bar = tqdm(range(self.steps_done, hp.iterations), "training", leave=False,
-                   disable=None if self.world.is_main else True)
+        quiet = not self.world.is_main or None
+        bar = tqdm(range(self.steps_done, hp.iterations), "training", leave=False, disable=quiet)
         with bar, self.on_the_clock(self.steps_done * self.plan.grad_accum_steps) as data:
             for step in bar:
                 if hp.stall_seconds:
@@ -1515,7 +1459,7 @@ class Trainer:
         sums = [row[0] for row in self.world.gather([int(bits) % 2**48])]
         if wrong := [rank for rank, value in enumerate(sums) if value != sums[0]]:
             raise DivergedError(f"ranks {wrong} have other weights than rank 0 after step {self.steps_done}: a GPU or "
-                                "its link computes wrongly; go on from a snapshot (RESUME=auto) on other hardware")
+                                "link computes wrongly; go on from a snapshot (RESUME=auto) elsewhere")
 
     def _log_step(self, loss: float, seconds: float, factor: float, waited: float) -> None:
         step, tokens = self.steps_done, self.steps_done * self.hp.train_batch_tokens
@@ -1543,13 +1487,10 @@ class Snapshots:
     """What a killed run goes on from, in OUTPUT_DIR/checkpoints: complete or absent, written while training goes on.
 
     torch.distributed.checkpoint writes and syncs all ranks' files under a temporary name; the last two are kept. Muon's
-    momenta are stored by matrix, so that any number of ranks can go on.
-    """
-
+    momenta are stored by matrix, so that any number of ranks can go on."""
     def __init__(self, trainer: Trainer, ema: EMA) -> None:
         self.trainer, self.ema, self.hp, self.world = trainer, ema, trainer.hp, trainer.world
-        self.folder, self.saved_at = Path(self.hp.output_dir) / "checkpoints", 0.0
-        self.pending: tuple[Any, Path] | None = None
+        self.saved_at, self.pending = 0.0, None  # or the snapshot under way: (future, path)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a step changes, by name."""
@@ -1567,7 +1508,7 @@ class Snapshots:
             from torch.distributed.checkpoint import async_save
 
             self.finish()
-            self.saved_at, path = seconds, self.folder / f".step_{self.trainer.steps_done:06d}.tmp"
+            self.saved_at, path = seconds, self.hp.snapshots / f".step_{self.trainer.steps_done:06d}.tmp"
             self.pending = async_save(self.tensors(), checkpoint_id=path, process_group=self.world.saver), path
 
     def finish(self) -> None:
@@ -1581,30 +1522,31 @@ class Snapshots:
             future.result()
             if self.world.is_main:
                 write_file(path / "settings.json", json.dumps(self._settings()).encode())
-                path.replace(self.folder / path.stem[1:])
-                for old in sorted(self.folder.glob("step_*"))[:-2]:
+                path.replace(path.with_name(path.stem[1:]))
+                for old in sorted(self.hp.snapshots.glob("step_*"))[:-2]:
                     shutil.rmtree(old, ignore_errors=True)
         except (CheckpointException, OSError) as error:
             self.trainer.log(f"WARNING: snapshot {path.stem[1:]} was not written ({first_line(error)})")
 
     def _settings(self) -> dict[str, str]:
-        shaping = (item.name for item in fields(self.hp) if item.name not in FREE_SETTINGS)
-        return {name: format_setting(getattr(self.hp, name)) for name in shaping}
+        return {name: format_setting(value) for name, value in asdict(self.hp).items() if name not in FREE_SETTINGS}
 
     def resume(self) -> bool:
         """With RESUME=auto, loads the newest snapshot if there is one. Raises SetupError when it is of another run."""
-        for leftover in self.folder.glob(".step_*.tmp") if self.world.is_main else ():
+        folder, world = self.hp.snapshots, self.world
+        for leftover in folder.glob(".step_*.tmp") if world.is_main else ():
             shutil.rmtree(leftover, ignore_errors=True)
-        path = self.world.broadcast_object(max(self.folder.glob("step_*"), default=None) if self.hp.resume else None)
+        path = world.broadcast_object(max(folder.glob("step_*"), default=None) if self.hp.resume else None)
         if path is None:
             return False
         from torch.distributed.checkpoint import CheckpointException, load
 
-        saved, ours, tensors = json.loads((path / "settings.json").read_bytes()), self._settings(), self.tensors()
-        if others := [f"{n.upper()}={ours[n]} (there {saved.get(n)})" for n in ours if ours[n] != saved.get(n)]:
+        saved, tensors = json.loads((path / "settings.json").read_bytes()), self.tensors()
+        if others := [f"{name.upper()}={ours} (there {saved.get(name)})" for name, ours in self._settings().items()
+                      if ours != saved.get(name)]:
             raise SetupError(f"{path} is of a run with other settings: {', '.join(others)}; set them alike")
         try:
-            load(tensors, checkpoint_id=path, process_group=self.world.saver)
+            load(tensors, checkpoint_id=path, process_group=world.saver)
         except CheckpointException as error:
             raise SetupError(f"{path} cannot be read ({first_line(error)}); remove it to use the one before") from None
         steps, self.saved_at = tensors["progress"].tolist()
@@ -1614,7 +1556,7 @@ class Snapshots:
 
 def log_validation(log: RunLog, hp: Hyperparameters, step: int, score: Score) -> None:
     log(f"{step}/{hp.iterations} val_loss: {score.val_loss:.4f} val_bpb: {score.val_bpb:.4f}")
-    log.record("validation", step=step, val_loss=score.val_loss, val_bpb=score.val_bpb, eval_seconds=score.seconds)
+    log.record("validation", step=step, **asdict(score))
 
 # ---- Quantisation ----------------------------------------------------------------------------------------------------
 
@@ -1638,17 +1580,14 @@ def row_quantiles(weight: Tensor, quantiles: tuple[float, ...]) -> Tensor:
     q = torch.tensor(quantiles, dtype=torch.float32, device=weight.device)
     parts = weight.float().abs().split(max(1, 2**23 // weight.size(1)))
     return torch.cat([torch.quantile(part, q, dim=1) for part in parts], dim=1)
-
 def int6_row_scales(weight: Tensor, coarseness: float) -> Tensor:
     """Candidate scales of (R, C), a set per clip quantile, fp32 (5, R): the recipe's, rounded to fp16, times that."""
     clip = row_quantiles(weight, INT6_CLIP_QUANTILES)
     return ((clip / INT6_MAX).clamp_min(1 / INT6_MAX) * coarseness).half().float()
-
 def best_candidate(weight: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Of codes (5, R, C) with scales (5, R), the first with the least mean squared error: int8 (R, C), fp16 (R)."""
     best = int((weight - codes * scales[..., None]).square().mean(dim=(1, 2)).argmin())
     return codes[best].to(torch.int8), scales[best].half()
-
 def quantize_int6_rows(weight: Tensor, coarseness: float = 1.0) -> tuple[Tensor, Tensor]:
     """Row search without a Hessian: (R, C) -> codes int8 in +-31 and scales fp16 (R)."""
     weight, scales = weight.float(), int6_row_scales(weight, coarseness)
@@ -1690,8 +1629,7 @@ def factor_hessian(hessian: Tensor) -> HessianFactor | None:
 def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor) -> Tensor:
     """Rounds (K, N, C) column by column, each error spread over later columns (GPTQ, Frantar et al. 2023).
 
-    `scales` (K, N) fp32, `upper` (K, C, C); returns integer codes as fp32. All in full fp32, TF32 off.
-    """
+    `scales` (K, N) fp32, `upper` (K, C, C); returns integer codes as fp32. All in full fp32, TF32 off."""
     weight = weight.clone()  # the codes take the place of what is done
     for start in range(0, weight.size(2), GPTQ_BLOCK):
         end = start + GPTQ_BLOCK
@@ -1792,8 +1730,7 @@ class HessianCollector:
 def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog, world: World) -> dict[str, Tensor]:
     """Hessians of the uncompiled model over the first calibration batches of a new stream, inside the cap.
 
-    The clock runs. Stops early, saying so, when one more batch as slow as the slowest would pass the cap.
-    """
+    The clock runs. Stops early, saying so, when one more batch as slow as the slowest would pass the cap."""
     hp, collector, began, slowest = model.hp, HessianCollector(model), clock.seconds, 0.0
     for batches in range(1, hp.gptq_calibration_batches + 1):
         start = clock.seconds
@@ -1814,18 +1751,15 @@ def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog
 
 SHUFFLE_MAGIC = b"BSHF\x02"  # 2: how many apart the bytes are that come to lie side by side
 XZ_MAGIC = b"\xfd7zXZ\x00"
-def code_counts(quantized: Quantized) -> Tensor:
-    """How often each code occurs, (tensors, 256), int64."""
-    codes = [t for name, t in quantized.tensors.items() if name.endswith(".q")]
-    return torch.stack([torch.zeros(256, dtype=torch.int64), *((t.flatten().int() + 128).bincount(minlength=256)
-                                                               for t in codes)])
-
-def entropy_bytes(counts: Tensor) -> float:
-    """Bytes that an ideal coder without context needs for codes of these counts (tensors, 256)."""
-    share = counts / counts.sum(dim=1, keepdim=True).clamp_min(1)
-    return float(-(counts * share.clamp_min(1e-30).log2()).sum() / 8)
-
+LARGEST_UNPACKED = 2**30  # bytes; a few kilobytes can unpack to many gigabytes
 BYTES_PER_WEIGHT = {"int6": 0.42, "int8": 0.88, "passthrough": 1.8, "passthrough_ctrl": 3.6}  # in published runs
+
+def entropy_bytes(quantized: Quantized) -> float:
+    """Bytes that an ideal coder without context needs for all codes."""
+    codes = [t.flatten().int() + 128 for name, t in quantized.tensors.items() if name.endswith(".q")]
+    counts = torch.stack([c.bincount(minlength=256) for c in codes]).double()
+    totals = counts.sum(dim=1, keepdim=True)
+    return float((totals * torch.special.entr(counts / totals)).sum() / math.log(256))
 
 def byte_shuffle(data: bytes) -> bytes:
     """Magic, then bytes 0, 2, 4, ..., then 1, 3, 5, ...: fp16 high bytes compress better side by side."""
@@ -1840,8 +1774,6 @@ def byte_unshuffle(data: bytes) -> bytes:
     out[::2], out[1::2] = np.split(body, [(len(body) + 1) // 2])
     return out.tobytes()
 
-LARGEST_UNPACKED = 2**30  # bytes; a few kilobytes can unpack to many gigabytes
-
 def import_brotli() -> Any:
     """The module, which only its users need. Raises SetupError."""
     try:
@@ -1854,26 +1786,20 @@ def compress(data: bytes, compressor: str) -> bytes:
     return lzma.compress(data, preset=6) if compressor == "lzma" else import_brotli().compress(data, quality=11)
 
 def decompress(data: bytes, limit: int = LARGEST_UNPACKED) -> bytes:
-    """Inverse of `compress`; the format is read from the data. Raises ArtifactError, also beyond `limit` bytes."""
-    brotli = None if data.startswith(XZ_MAGIC) else import_brotli()
-    try:
-        if brotli:
-            codec = brotli.Decompressor()
-            raw = codec.process(data, output_buffer_limit=limit + 1)
-            whole = codec.is_finished()
-        else:
-            codec = lzma.LZMADecompressor(lzma.FORMAT_XZ)
-            raw = codec.decompress(data, limit + 1)
-            whole = codec.eof and not codec.unused_data
-        if len(raw) > limit:
-            raise ValueError(f"it unpacks to over {limit} bytes")
-        if not whole:
-            raise ValueError("it is cut off, or something follows its end")
-        return raw
-    except Exception as error:  # noqa: BLE001 - brotli.error is no fixed class over versions
-        raise ArtifactError(f"it is neither brotli nor xz, or damaged ({type(error).__name__}: {error})") from None
+    """Inverse of `compress`; the format is read from the data. Raises ValueError or the codec's own errors."""
+    if data.startswith(XZ_MAGIC):
+        codec = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+        raw = codec.decompress(data, limit + 1)
+        whole = codec.eof and not codec.unused_data
+    else:
+        codec = import_brotli().Decompressor()
+        raw = codec.process(data, output_buffer_limit=limit + 1)
+        whole = codec.is_finished()
+    if len(raw) > limit or not whole:
+        raise ValueError(f"it is cut off, or it goes on after its end or after {limit} bytes")
+    return raw
 
-ARTIFACT_DTYPES = (torch.int8, torch.float16, torch.bfloat16, torch.float32)
+# What torch.save writes for tensors of int8, fp16, bf16 and fp32 on any device, all strided.
 ARTIFACT_NAMES = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict",
                   *(f"torch {kind}Storage" for kind in ("Char", "Half", "BFloat16", "Float"))}
 SEAL = "__artifact__"  # an entry of meta that scripts which look tensors up by name pass over
@@ -1896,27 +1822,21 @@ def check_pickle(archive: zipfile.ZipFile) -> None:
         if name.lower().endswith("data.pkl"):  # as PyTorch looks it up: in any case
             found = {str(arg) for op, arg, _ in pickletools.genops(archive.read(name)) if "GLOBAL" in op.name}
             if others := sorted(found - ARTIFACT_NAMES):
-                raise ValueError(f"its pickle names {others[:3]}; an artifact needs none but {sorted(ARTIFACT_NAMES)}")
+                raise ValueError(f"its pickle names {others[:3]}, which no artifact needs")
 
 def unpack_artifact(data: bytes, limit: int = LARGEST_UNPACKED) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and meta of an artifact; only tensors and plain containers are loaded, and at most `limit` bytes.
-
-    Raises ArtifactError.
-    """
-    raw = io.BytesIO(byte_unshuffle(decompress(data, limit)))
+    """Tensors and meta of an artifact, of at most `limit` bytes, or ArtifactError. No other object is loaded."""
     try:
+        raw = io.BytesIO(byte_unshuffle(decompress(data, limit)))
         archive = zipfile.ZipFile(raw)
         if sum(item.file_size for item in archive.infolist()) > limit:
-            raise ValueError(f"its files unpack to over {limit} bytes")
+            raise ValueError(f"its files have over {limit} bytes")
         if broken := archive.testzip():  # brotli has no checksum; torch.load ignores the zip's
             raise ValueError(f"checksum of {broken} does not match")
         check_pickle(archive)
         raw.seek(0)
         content = torch.load(raw, map_location="cpu", weights_only=True)
         tensors, meta = dict(content["w"]), dict(content["m"])
-        kinds = {(t.device.type, t.layout, t.dtype) for t in tensors.values()}
-        if not kinds <= {("cpu", torch.strided, dtype) for dtype in ARTIFACT_DTYPES}:
-            raise TypeError("w must hold plain tensors on the CPU, of int8 or floating point")
         if sum(t.nbytes for t in tensors.values()) > limit:
             raise ValueError(f"its tensors have over {limit} bytes")  # a stride of 0 needs no memory before
         if not all(isinstance(name, str) for name in (*tensors, *meta)):
@@ -1925,15 +1845,16 @@ def unpack_artifact(data: bytes, limit: int = LARGEST_UNPACKED) -> tuple[dict[st
         if seal and (seal["format"] != 1 or seal["sha256"] != fingerprint(tensors)):
             raise ValueError(f"format {seal['format']} is not 1, or the tensors are not those that were written")
         return tensors, meta
-    except Exception as error:  # noqa: BLE001 - a damaged zip or pickle fails in many ways, which mean the same
-        reason = first_line(error)
-        raise ArtifactError(f"its content is damaged ({type(error).__name__}: {reason})") from None
+    except SetupError:  # no brotli
+        raise
+    except Exception as error:  # noqa: BLE001 - a damaged stream, zip or pickle fails in many ways that mean the same
+        raise ArtifactError(f"it is no artifact, or damaged ({type(error).__name__}: {first_line(error)})") from None
 
 def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights with the names, shapes and dtypes of `like`. Raises ArtifactError when they belong to another model."""
     remedy = "set the variables that it was trained with"
-    if names := sorted(set(like) ^ set(meta)):
-        raise ArtifactError(f"it belongs to another model, {names[:3]} are not in both; {remedy}")
+    if names := sorted(like.keys() ^ meta.keys()):
+        raise ArtifactError(f"it is of another model, {names[:3]} are not in both; {remedy}")
     state = {}
     for name, target in like.items():
         whole, shape = isinstance(meta[name], str), target.shape
@@ -1944,7 +1865,7 @@ def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[s
         value, *scale = (tensors[part].float() for part in parts)
         value = value * scale[0][:, None] if scale else value
         if not bool(value.isfinite().all()):
-            raise ArtifactError(f"{name} holds values that are not finite: the artifact is damaged")
+            raise ArtifactError(f"{name} is not finite: the artifact is damaged")
         state[name] = value.to(target.dtype)
     return state
 
@@ -1962,10 +1883,9 @@ class Run:
         self.began, self.hp, self.source = time.perf_counter(), hp, Path(__file__).read_bytes()
         self.run_id, self.output = hp.run_id or os.urandom(16).hex(), Path(hp.output_dir)
         self.logs, self.artifact = self.output / "logs", self.output / "final_model.int6.ptz"
-        self.snapshots = self.output / "checkpoints"
         if hp.resume and (self.logs / f"{self.run_id}.txt").exists():  # each part of a run has a log of its own
             parts = len(list(self.logs.glob(f"{self.run_id}.*.txt")))
-            self.run_id = f"{self.run_id}.{parts + 2}"
+            self.run_id += f".{parts + 2}"
         self.results: dict[str, Any] = {}
         self.failure: RunError | None = None
         self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
@@ -1975,16 +1895,17 @@ class Run:
         if hp.eval_only and not Path(hp.eval_only).is_file():
             raise SetupError(f"EVAL_ONLY={hp.eval_only}: no such file")
         self.world = join_world(hp, environ)
+        device = self.world.device
         torch.set_float32_matmul_precision("high")  # TF32 for fp32 products
         if hp.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        dtype, dtype_reason = choose_dtype(hp.precision, self.world.device)
-        compiled, why = choose_compile(hp.compile, self.world.device)
+        dtype, dtype_reason = choose_dtype(hp.precision, device)
+        compiled, why = choose_compile(hp.compile, device)
         self.compile = partial(torch.compile, dynamic=False, fullgraph=True) if compiled else lambda function: function
-        attend, attention = choose_attention(hp, self.world.device, dtype)
-        ops, kernels = choose_operations(hp, attend, self.world.device, dtype)
-        self.model = build_model(hp, ops, self.world.device, dtype)
+        attend, attention = choose_attention(hp, device, dtype)
+        ops, kernels = choose_operations(hp, attend, device, dtype)
+        self.model = build_model(hp, ops, device, dtype)
         parameter_groups(self.model)  # raises when a parameter has no optimizer
         self.world.broadcast_weights(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
@@ -1992,7 +1913,7 @@ class Run:
         self.log = self.open_log()
         self.log_head(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})\nattention: {attention}\n"
                       f"kernels: {kernels}\ncompile: {int(compiled)} ({why})")
-        for name in sorted(set(IGNORED_SETTINGS) & set(environ)):
+        for name in sorted({*IGNORED_SETTINGS} & {*environ}):
             self.log(f"WARNING: {name} is set, but nothing reads it; the published script ignores it too")
 
     def open_log(self) -> RunLog:
@@ -2006,16 +1927,14 @@ class Run:
                 (self.output / ".writable").unlink()
                 if (free := shutil.disk_usage(self.output).free) < need:
                     raise OSError(f"{free} bytes are free, the model files need {need}")
-                with contextlib.suppress(ImportError):  # Windows has no such lock
-                    import fcntl
-
-                    self.lock = (self.logs / ".lock").open("w")  # it is released when the process ends, however
-                    try:
+                self.lock = (self.logs / ".lock").open("w")  # it is released when the process ends, however
+                try:
+                    if fcntl:
                         fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except OSError:
-                        raise OSError("another run writes to it") from None
-                if self.hp.checkpoint_every_seconds and not self.hp.resume and self.snapshots.exists():
-                    raise OSError(f"{self.snapshots} exists and is kept")
+                except OSError:
+                    raise OSError("another run writes to it") from None
+                if self.hp.checkpoint_every_seconds and not self.hp.resume and self.hp.snapshots.exists():
+                    raise OSError(f"{self.hp.snapshots} exists and is kept")
                 log = RunLog(self.logs, self.run_id)
         except OSError as error:
             problem = f"cannot write RUN_ID={self.run_id} to OUTPUT_DIR={self.output}: {error}; choose another"
@@ -2109,7 +2028,7 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         with contextlib.suppress(OSError):  # the next run replaces the artifact; under this name the file stays
             os.link(self.artifact, self.logs / f"{self.run_id}.int6.ptz")
         if self.hp.resume or self.hp.checkpoint_every_seconds:  # the run is safe; its snapshots would start a new one
-            shutil.rmtree(self.snapshots, ignore_errors=True)
+            shutil.rmtree(self.hp.snapshots, ignore_errors=True)
         label, size = f"int6+{self.hp.compressor}", len(data)
         self.log(f"sha256 of the artifact: {hashlib.sha256(data).hexdigest()}\nSerialized model {label}: {size} bytes\n"
                  f"Total submission size {label}: {size + len(self.source)} bytes")
@@ -2127,18 +2046,16 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s")
             self.results["int6_scale_factor"] = scales
             size = self.world.broadcast_object(len(data))
-            int6 = sum(quantized.tensors[f"{name}.q"].numel() for name, kind in quantized.meta.items()
-                       if isinstance(kind, dict) and kind["type"] == "int6")
-            if not 0 < target < size + len(self.source) or not int6:
+            total = size + len(self.source)
+            int6 = sum(t.numel() for name, t in state.items() if storage_class(name, t, self.hp) == "int6")
+            if not 0 < target < total or not int6:
                 break
             # A try costs 80 s of brotli; the entropy of the codes foretells its size to 0.1 %, in seconds.
-            allowed = entropy_bytes(code_counts(quantized)) - 1.01 * (size + len(self.source) - target) - 0.001 * size
+            allowed = entropy_bytes(quantized) - 1.01 * (total - target) - 0.001 * size
             for _ in range(4):
-                excess = entropy_bytes(code_counts(quantized)) - allowed
-                scales = self.world.broadcast_object(scales * 2 ** (8 * excess / int6))
+                scales = self.world.broadcast_object(scales * 2 ** (8 * (entropy_bytes(quantized) - allowed) / int6))
                 quantized = quantize_state(state, hessians, self.hp, scales, self.world)
-            self.log(f"WARNING: {size + len(self.source)} is over TARGET_TOTAL_BYTES={target}; "
-                     f"again with scales x {scales:.4f}")
+            self.log(f"WARNING: {total} is over TARGET_TOTAL_BYTES={target}; again with scales x {scales:.4f}")
         return quantized, data
 
     def score(self) -> None:
@@ -2154,15 +2071,15 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         if self.hp.sliding_window_enabled:
             final = self.report("final_int6_sliding_window", "sliding", self.evaluator.sliding())
         seconds = time.perf_counter() - began
-        self.results |= {"val_bpb": final.val_bpb, "val_loss": final.val_loss, "eval_seconds": seconds}
+        self.results |= asdict(final) | {"eval_seconds": seconds}  # of all evaluations of the artifact
         if seconds > 0.8 * EVAL_CAP_SECONDS:
             self.log(f"WARNING: evaluation took {seconds:.0f}s of the allowed {EVAL_CAP_SECONDS}s")
 
     def report(self, label: str, key: str, score: Score) -> Score:
-        loss, bpb, seconds = score.val_loss, score.val_bpb, score.seconds
-        self.log(f"{label} val_loss:{loss:.8f} val_bpb:{bpb:.8f} eval_time:{1000 * seconds:.0f}ms")
-        self.log.record("evaluation", name=key, val_loss=loss, val_bpb=bpb, eval_seconds=seconds)
-        self.results[f"{key}_val_bpb"] = bpb
+        self.log(f"{label} val_loss:{score.val_loss:.8f} val_bpb:{score.val_bpb:.8f} "
+                 f"eval_time:{1000 * score.eval_seconds:.0f}ms")
+        self.log.record("evaluation", name=key, **asdict(score))
+        self.results[f"{key}_val_bpb"] = score.val_bpb
         return score
 
     def load_artifact(self, path: Path) -> None:
@@ -2175,11 +2092,11 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         except ArtifactError as error:
             raise ArtifactError(f"{path} cannot be scored: {error}") from None
         total = len(self.source) + len(data)
+        headroom = SIZE_CAP_BYTES - total
         self.results |= {"code_bytes": len(self.source), "model_bytes": len(data), "total_bytes": total,
-                         "headroom_bytes": SIZE_CAP_BYTES - total}
-        if total > SIZE_CAP_BYTES and not self.failure:
-            over = f"{total - SIZE_CAP_BYTES} bytes over the cap of {SIZE_CAP_BYTES}"
-            self.failure = OversizeError(f"{over}; raise MUON_WD, EMBED_WD")
+                         "headroom_bytes": headroom}
+        if headroom < 0 and not self.failure:
+            self.failure = OversizeError(f"{-headroom} bytes over the cap of {SIZE_CAP_BYTES}; raise MUON_WD, EMBED_WD")
 
     def summarize(self) -> None:
         """The block of `key: value` lines at column 0 that tools read."""
