@@ -440,12 +440,15 @@ class ByteTables:
         return int(self.base_bytes[tokens[1:]].sum(dtype=np.int64) + spaces.sum())
 
 def byte_tables(tokenizer: Any) -> ByteTables:
-    """Tables of a SentencePiece processor. Raises SetupError when it has no piece for a lone space."""
+    """Tables of a SentencePiece processor. Raises SetupError when it has no piece for a lone space or a damaged one."""
     if tokenizer.piece_to_id(SPACE_MARKER) == tokenizer.unk_id():
         raise SetupError("the tokenizer has no piece for a space (U+2581); train it on text with spaces")
     ids = range(tokenizer.vocab_size())
     boundary = [tokenizer.is_control(i) or tokenizer.is_unknown(i) or tokenizer.is_unused(i) for i in ids]
-    pieces = ["" if boundary[i] else "x" if tokenizer.is_byte(i) else tokenizer.id_to_piece(i) for i in ids]
+    try:
+        pieces = ["" if boundary[i] else "x" if tokenizer.is_byte(i) else tokenizer.id_to_piece(i) for i in ids]
+    except UnicodeDecodeError as error:
+        raise SetupError(f"a piece of the tokenizer is damaged ({error}); fetch it again") from None
     sizes = [len(piece.removeprefix(SPACE_MARKER).encode()) for piece in pieces]
     spaces = [piece.startswith(SPACE_MARKER) for piece in pieces]
     return ByteTables(np.array(sizes, np.int16), np.array(spaces), np.array(boundary))
@@ -456,7 +459,7 @@ def load_tokenizer(hp: Hyperparameters) -> Any:
 
     try:
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(hp.tokenizer_path))
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # the last: a message that quotes a damaged piece
         raise SetupError(f"no tokenizer at {hp.tokenizer_path} ({error}); {hp.fetch}") from None
     if (size := tokenizer.vocab_size()) != hp.vocab_size:
         raise SetupError(f"VOCAB_SIZE={hp.vocab_size} must be {size}, the pieces of {hp.tokenizer_path}")
@@ -522,12 +525,14 @@ def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
         count = sidecar_count(hp, entry, paths, len(tokens)) if hp.transform else tables.count
         whole = {"docs_val": int((tokens == BOS_ID).sum()), "tokens_val": len(tokens),
                  "bytes_val_normalised": count(tokens)}
+        if (target_bytes := count(used)) < 1:
+            raise SetupError(f"the val tokens stand for {target_bytes} bytes; fetch shards and manifest again")
         note = f"normalised text; {rest} tail tokens not scored; {check_manifest(hp, entry, whole)}"
     except SetupError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SetupError(f"{manifest} is damaged ({error!r}); fetch it again or remove it") from None
-    return ValidationSet(used, count(used), note)
+    return ValidationSet(used, target_bytes, note)
 
 def sidecar_count(hp: Hyperparameters, entry: dict, paths: list[Path], n: int) -> Callable[[np.ndarray], int]:
     """Bytes of the original text behind the first tokens, from the files beside the shards. Raises SetupError."""
@@ -1863,10 +1868,9 @@ def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[s
             if (found := tensors[part].shape if part in tensors else None) != needed:
                 raise ArtifactError(f"{part} has shape {found}, this model needs {needed}; {remedy}")
         value, *scale = (tensors[part].float() for part in parts)
-        value = value * scale[0][:, None] if scale else value
-        if not bool(value.isfinite().all()):
+        state[name] = (value * scale[0][:, None] if scale else value).to(target.dtype)
+        if not bool(state[name].isfinite().all()):
             raise ArtifactError(f"{name} is not finite: the artifact is damaged")
-        state[name] = value.to(target.dtype)
     return state
 
 # ---- Run: from settings to a scored artifact -------------------------------------------------------------------------
@@ -2142,7 +2146,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         code = 130
-    except Exception:  # noqa: BLE001 - whatever it was, the other ranks must not wait for this one
+    except Exception as error:  # noqa: BLE001 - whatever it was, the other ranks must not wait for this one
+        if isinstance(error, dist.DistError) or "gloo" in str(error):  # another rank is gone: torchrun must see it
+            time.sleep(2)  # first, so that it names that one and ends the others without their tracebacks
         print(f"error: rank {os.environ.get('RANK', '0')} failed\n{traceback.format_exc()}", file=sys.stderr)
         code = 1
     if dist.is_initialized():

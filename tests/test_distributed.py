@@ -165,6 +165,14 @@ def test_a_rank_that_raises_ends_the_job_and_is_named(tmp_path):
     assert "error: rank 1 failed" in result.stderr and "a broken rank" in result.stderr
 
 
+def test_a_rank_that_is_killed_is_named_as_the_cause(tmp_path):
+    result, seconds = run_broken(tmp_path, FAIL_AT_STEP_3.format(error="os.kill(os.getpid(), 9) or RuntimeError"))
+    assert result.returncode != 0 and seconds < 60
+    cause = result.stderr.partition("Root Cause")[2]
+    assert re.search(r"rank +: 1\b", cause) and re.search(r"exitcode +: -9\b", cause), result.stderr[-3000:]
+    assert "error: rank 0 failed" not in result.stderr
+
+
 def test_a_rank_alone_with_a_known_error_prints_it(tmp_path):
     result, seconds = run_broken(tmp_path, FAIL_AT_STEP_3.format(error="train_gpt.SetupError"))
     assert result.returncode != 0 and seconds < 60

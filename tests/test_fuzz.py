@@ -46,6 +46,15 @@ def test_damage_is_refused_or_harmless(campaign, kind):
     assert [outcome for outcome in campaign[kind] if outcome.failed] == []
 
 
+@pytest.mark.parametrize("case", [
+    "tokenizer: pieces/19", "tokenizer: pieces/3943", "artifact: contents/1389", "manifest: byte sidecar/1050"])
+def test_what_a_whole_campaign_found_stays_mended(case):
+    name, number = case.rsplit("/", 1)
+    kind = next(kind for kind in fuzz_targets.KINDS if kind.name == name)
+    (outcome,) = fuzz.outcomes([Case(kind, int(number))], 1, processes=1)
+    assert outcome.verdict == "refused"
+
+
 def test_the_slice_has_both_refused_and_accepted_inputs(campaign):
     verdicts = {outcome.verdict for kind in campaign.values() for outcome in kind}
     assert {"correct", "refused"} <= verdicts
