@@ -20,7 +20,7 @@ def entries(folder: Path, published: list[dict[str, Any]]) -> list[dict[str, Any
     for place, row in enumerate(found):
         tie = place > 0 and round(found[place - 1]["val_bpb"], 4) == round(row["val_bpb"], 4)
         row["rank"] = found[place - 1]["rank"] if tie else f"{place + 1}"
-        record = track == "10min_16mb" and is_record(row, rivals)
+        record = track != "non_record_16mb" and is_record(row, rivals)
         row["status"] = ("record" if record else "non-record") + (", tie" if tie else "")
     return found
 
@@ -56,7 +56,7 @@ def board(rows: dict[str, list[dict[str, Any]]], published: dict[str, Any]) -> s
                         key=lambda row: (row["val_bpb"], row["name"]))
         table = [[f"{row['val_bpb']:.4f}", row["name"], row["date"] or "-",
                   f"#{row['pull_request']}" if row["pull_request"] else "-"] for row in theirs]
-        lines += [f"#### {track}", "", *markdown(("bpb", "name", "date", "pull request"), table), ""]
+        lines += [f"#### {track}", "", *markdown(("bpb", "name", "date", "pull request"), table), ""] if table else []
     return "\n".join(lines).encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 def markdown(head: tuple[str, ...], rows: list[list[Any]]) -> list[str]:

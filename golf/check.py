@@ -79,6 +79,8 @@ def variants(record: Record) -> Iterator[str]:
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 def size(record: Record, log: Log) -> Verdict:
+    if not record.has_artifact:
+        return None
     code, extra = record.script_bytes, sum(record.helpers.values())
     total = code + extra + (log.model_bytes or 0)
     if log.model_bytes is None:
@@ -130,6 +132,13 @@ def over_time(_record: Record, log: Log) -> Verdict:
     step = (log.train_seconds or 0.0) / (log.steps_done or 1) if not log.hessian_seconds else 0.0
     return (seconds > records.TRAIN_CAP_SECONDS + step
             and f"{seconds:.1f} s, of them Hessians {log.hessian_seconds or 0:.1f} s")
+
+def over_budget(record: Record, log: Log) -> Verdict:
+    """The step during which the budget ends is part of the run."""
+    seconds = log.train_seconds or 0.0
+    late = seconds > records.BUDGET_SECONDS + seconds / (log.steps_done or 1)
+    return (record.track == "5min_1gpu" and (late or log.world_size not in (None, 1))
+            and f"{seconds:.1f} s on {log.world_size or 1} ranks")
 
 def seeds(record: Record) -> Iterator[str]:
     logged, claimed = [log.seed for log in record.logs if log.seed is not None], record.seeds
@@ -355,6 +364,8 @@ RULES = [Rule(*row) for row in (
     ("train-time", "record",
      f"training with Hessians, and reading training data, ends within {records.TRAIN_CAP_SECONDS} s",
      "raise GPTQ_RESERVE_SECONDS or lower MAX_WALLCLOCK_SECONDS", per_log(over_time)),
+    ("budget", "error", f"in the track 5min_1gpu a run trains at most {records.BUDGET_SECONDS} s, on one GPU",
+     "lower MAX_WALLCLOCK_SECONDS, or submit to another track", per_log(over_budget)),
     ("eval-time", "record", f"evaluation takes at most {records.EVAL_CAP_SECONDS} s",
      "raise EVAL_STRIDE or evaluate less",
      per_log(lambda _, log: (log.eval_seconds or 0) > records.EVAL_CAP_SECONDS and f"{log.eval_seconds:.1f} s")),

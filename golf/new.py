@@ -17,11 +17,23 @@ from golf import scripts
 from golf.check import check_folder, show
 from golf.cli import add_command, print_json, shown, write_file
 from golf.logs import Log, final
-from golf.records import FOLDER_NAME, HOME, IDENTITY, RECORDS, TRACKS, facts, is_date, mean_std, read_logs, track_name
+from golf.records import (
+    FOLDER_NAME,
+    HOME,
+    IDENTITY,
+    RECORDS,
+    TRACKS,
+    WITHOUT_ARTIFACT,
+    facts,
+    is_date,
+    mean_std,
+    read_logs,
+    track_name,
+)
 from golf.trial import ROOT
 
-TABLE = ("seed", "steps", "train s", "eval s", "pre-quant bpb", "quantised bpb", "val_loss", "val_bpb", "model bytes",
-         "total bytes")
+RUN = ("seed", "steps", "train s", "eval s", "val_loss", "val_bpb")
+ARTIFACT = ("pre-quant bpb", "quantised bpb", "model bytes", "total bytes")
 README = """# {name}
 
 {blurb}
@@ -30,8 +42,7 @@ Mean over {runs}: **{val_bpb:.8f} bpb**, {val_loss:.8f} nats ({spread}).
 
 {table}
 
-Ran on {hardware} with PyTorch {pytorch_version}. The script has {bytes_code} bytes, the largest artifact with it \
-{bytes_total}. Training seconds include the Hessians.
+Ran on {hardware} with PyTorch {pytorch_version}. The script has {bytes_code} bytes{size}.
 
 ## Run
 
@@ -44,17 +55,21 @@ Ran on {hardware} with PyTorch {pytorch_version}. The script has {bytes_code} by
 {changed}
 """
 
-def read_runs(paths: list[Path]) -> list[Log]:
+SIZE = ", the largest artifact with it {bytes_total}. Training seconds include the Hessians"
+
+def read_runs(paths: list[Path], artifacts: bool = True) -> list[Log]:
     """Finished runs of one script with distinct seeds, by seed. Raises ValueError for anything else.
 
-    Only the texts are read, not the .jsonl files, since only the texts ship."""
+    `artifacts`: whether each must have written one. Only the texts are read, not the .jsonl files, since only the
+    texts ship."""
     logs = read_logs(paths, records=False)
     for log in logs:
         final(log)
         if log.source is None:
             raise ValueError(f"{log.path}: holds no script; give logs/<run>.txt, not the console's output")
-        if log.seed is None or log.model_bytes is None:
-            raise ValueError(f"{log.path}: states no seed or no model size; give the whole log of a training run")
+        if log.seed is None or (artifacts and log.model_bytes is None):
+            raise ValueError(f"{log.path}: states no seed{' or no model size' * artifacts}; give the whole log of a "
+                             "training run")
         if log.source != logs[0].source:
             raise ValueError(f"{log.path} and {logs[0].path} hold different scripts; one folder is one script: "
                              "give logs of one version")
@@ -65,15 +80,17 @@ def read_runs(paths: list[Path]) -> list[Log]:
 
 def describe(logs: list[Log], args: argparse.Namespace, track: str) -> dict[str, Any]:
     """The content of submission.json."""
-    results = {str(log.seed): facts(log) for log in logs}
+    results = {str(log.seed): {name: value for name, value in facts(log).items() if value is not None}
+               for log in logs}
     loss, _ = mean_std([row["val_loss"] for row in results.values()])
     bpb, std = mean_std([row["val_bpb"] for row in results.values()])
+    sizes = [log.total_bytes for log in logs if log.total_bytes]
     return {"author": args.author, "github_id": args.github_id, "name": args.name, "blurb": args.blurb,
             "date": args.date, "track": track, "val_loss": round(loss, 8), "val_bpb": round(bpb, 8),
             "val_bpb_std": None if std is None else round(std, 8), "seeds": [log.seed for log in logs],
             "seed_results": results, "hardware": "; ".join(sorted({log.hardware or "unknown" for log in logs})),
             "pytorch_version": "; ".join(sorted({log.torch_version or "unknown" for log in logs})),
-            "bytes_total": max(log.total_bytes or 0 for log in logs), "bytes_code": len(logs[0].source.encode("utf-8"))}
+            **({"bytes_total": max(sizes)} if sizes else {}), "bytes_code": len(logs[0].source.encode("utf-8"))}
 
 def make_folder(folder: Path, contents: dict[str, str], logs: list[Log]) -> None:
     """All or nothing: fills a temporary folder beside the new one and renames it."""
@@ -95,17 +112,23 @@ def readme(logs: list[Log], submission: dict[str, Any], parent: Path) -> str:
     std = submission["val_bpb_std"]
     return README.format(
         **submission, runs=f"{len(logs)} seeds" if len(logs) > 1 else "1 seed",
+        size=SIZE.format(**submission) if "bytes_total" in submission else "",
         spread="one seed, so no deviation" if std is None else f"standard deviation {std:.8f} bpb",
         table="\n".join(seed_table(logs)), commands="\n".join(run_commands(logs)),
         changed="\n".join(changed_settings(logs[0], parent)))
 
 def seed_table(logs: list[Log]) -> list[str]:
-    rows = [TABLE, ["-"] * len(TABLE)]
+    """A row a run, with what its artifact cost where there is one."""
+    rows = []
     for log in logs:
-        scores = [log.evaluations[name][1] if name in log.evaluations else None for name in ("pre_quant", "int6")]
-        rows.append([log.seed, log.steps_done, shown(log.train_seconds, ".1f"), shown(log.eval_seconds, ".1f"),
-                     *(shown(score, ".8f") for score in (*scores, *final(log)[:2])), log.model_bytes, log.total_bytes])
-    return [f"| {' | '.join(map(str, row))} |" for row in rows]
+        row = [log.seed, log.steps_done, shown(log.train_seconds, ".1f"), shown(log.eval_seconds, ".1f"),
+               *(shown(score, ".8f") for score in final(log)[:2])]
+        if log.model_bytes is not None:
+            scores = [log.evaluations[name][1] if name in log.evaluations else None for name in ("pre_quant", "int6")]
+            row += [*(shown(score, ".8f") for score in scores), log.model_bytes, log.total_bytes]
+        rows.append(row)
+    head = (RUN + ARTIFACT)[:max(map(len, rows))]
+    return [f"| {' | '.join(map(str, row))} |" for row in (head, ["-"] * len(head), *rows)]
 
 def run_commands(logs: list[Log]) -> list[str]:
     """A loop over the seeds, with each setting that is not the shipped script's default; homes are written ~."""
@@ -143,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"folder name {folder.name!r} must be YYYY-MM-DD_Name of letters, digits, . _ + -; rename")
     if folder.exists():
         raise ValueError(f"{folder} exists and is kept; choose another name or date")
-    logs = read_runs(args.logs)
+    logs = read_runs(args.logs, artifacts=track not in WITHOUT_ARTIFACT)
     submission = describe(logs, args, track)
     contents = {"train_gpt.py": logs[0].source, "requirements.txt": args.requirements.read_text(encoding="utf-8"),
                 "submission.json": json.dumps(submission, indent=1) + "\n",

@@ -18,8 +18,10 @@ from golf.trial import ROOT
 
 RECORDS = ROOT / "records"
 SIZE_CAP_BYTES, TRAIN_CAP_SECONDS, EVAL_CAP_SECONDS = 16_000_000, 600, 600
+BUDGET_SECONDS = 300  # of training in the track 5min_1gpu
 RECORD_MARGIN_NATS, RECORD_ALPHA, RECORD_SEEDS = 0.005, 0.01, 3
-TRACKS = ("10min_16mb", "non_record_16mb")
+TRACKS = ("10min_16mb", "non_record_16mb", "5min_1gpu")
+WITHOUT_ARTIFACT = {"5min_1gpu"}  # there the trained model itself is scored, at any size
 FOLDER_NAME = re.compile(r"(\d{4}-\d{2}-\d{2})_([A-Za-z0-9][A-Za-z0-9.+_-]*)")
 ABSURD = 1e9  # no loss or bpb is as large; means of numbers much larger overflow
 HOME = re.compile(r"/(?:home|Users)/[\w.-]+|/root(?=/)|[A-Z]:\\Users\\[\w.-]+")
@@ -57,6 +59,10 @@ class Record:
         """From the parent folder, else from submission.json; `10min_16mb` when neither says it."""
         names = (self.folder.resolve().parent.name, str(self.submission.get("track", "")))
         return next(filter(None, map(track_name, names)), "10min_16mb")
+
+    @property
+    def has_artifact(self) -> bool:
+        return self.track not in WITHOUT_ARTIFACT
 
     def text(self, name: str) -> str | None:
         path = self.folder / name

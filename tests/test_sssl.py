@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from conftest import ROOT, assert_refused, make_data, settings, summary_block
 
 import train_gpt as tg
+from golf import cli
+from golf.check import check_folder
 from golf.logs import final, read_log
 
 SCRIPT = ROOT / "records/track_5min_1gpu/2026-11-30_SSSL_NorMuon_Baseline/train_gpt.py"
@@ -580,6 +582,13 @@ def test_a_whole_run_on_the_cpu(here):
     assert int(block["tokens"]) == 1024 * log.steps_done and block["depth"] == "4"
     timed = 1024 * (log.steps_done - 11) / log.train_seconds
     assert float(block["tokens_per_second"]) == pytest.approx(timed, rel=0.05)
+    words = ["new", "5min_1gpu", "Tiny", "--logs", str(log.path), "--author=A", "--github-id=a", "--blurb=Small.",
+             f"--parent={SCRIPT}", f"--records={here / 'records'}", "--date=2026-04-01"]
+    assert cli.main(words) == 0  # a folder without a violation
+    folder = here / "records/track_5min_1gpu/2026-04-01_Tiny"
+    text = (folder / "train_seed42.log").read_text(encoding="utf-8")
+    (folder / "train_seed42.log").write_text(text.replace("\ntrain_seconds: ", "\ntrain_seconds: 99"), encoding="utf-8")
+    assert "budget" in {finding.rule for finding in check_folder(folder) if finding.severity == "error"}
 
 
 def call_main(monkeypatch, capsys, *arguments, **changes):
