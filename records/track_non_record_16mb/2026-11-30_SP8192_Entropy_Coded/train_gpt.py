@@ -88,8 +88,7 @@ class Hyperparameters:
     """Every setting of a run, read from the environment (upper-case names) by `from_env`."""
     # data and output
     data_dir: str = setting("./data/", "folder with datasets/ and tokenizers/; its spelling decides the data order")
-    vocab_size: int = setting(4096, "tokenizer size; names the dataset folder fineweb10B_sp{V}", above=0, most=65536)
-    transform: Literal["", "caseops"] = setting("", "text transform of the data set: caseops, or empty")
+    vocab_size: int = setting(8192, "tokenizer size; names the dataset folder fineweb10B_sp{V}", above=0, most=65536)
     run_id: str = setting("", "name of the log files (empty: a random one)")
     output_dir: str = setting(".", "where logs/, final_model.pt and final_model.int6.ptz are written")
     eval_only: str = setting("", "path of an artifact to score instead of training")
@@ -104,12 +103,10 @@ class Hyperparameters:
     # length of the run
     iterations: int = setting(20000, "steps at most", above=0)
     max_wallclock_seconds: float = setting(600.0, "cap on training plus Hessian seconds (0 or less: none)")
-    checkpoint_every_seconds: float = setting(0.0, "seconds of the clock between snapshots (0: none)", least=0)
-    resume: Literal["", "auto"] = setting("", "auto: go on from the newest snapshot in OUTPUT_DIR, if there is one")
     stall_seconds: float = setting(60.0, "longest step; then every rank prints its stack and ends (0: any)", least=0)
     warmup_steps: int = setting(20, "steps before the clock starts, whose effect is undone", least=0)
-    warmdown_frac: float = setting(0.667, "last share of the run in which the rate falls linearly", most=1)
-    min_lr: float = setting(0.0, "floor of the rate as a factor of the base rate", least=0)
+    warmdown_frac: float = setting(0.75, "last share of the run in which the rate falls linearly", most=1)
+    min_lr: float = setting(0.1, "floor of the rate as a factor of the base rate", least=0)
     # batches
     train_batch_tokens: int = setting(786_432, "tokens of one optimizer step over all ranks", above=0)
     micro_batch_tokens: int = setting(0, "tokens of one rank's forward (0: a step in max(1, 8 / ranks) parts)", least=0)
@@ -138,7 +135,7 @@ class Hyperparameters:
     ve_enabled: bool = setting(True, "shared value embedding")
     ve_dim: int = setting(128, "width of the value embedding", above=0)
     ve_layers: str = setting("9,10", "blocks that add the value embedding")
-    qk_gain_init: float = setting(4.0, "initial gain on normed queries")
+    qk_gain_init: float = setting(5.0, "initial gain on normed queries")
     tied_embed_init_std: float = setting(0.005, "initial deviation of the tied token table", above=0)
     # optimizers
     embed_lr: float = setting(0.6, "rate of the tables, untied", least=0, most=1e30)
@@ -146,8 +143,10 @@ class Hyperparameters:
     tied_embed_lr: float = setting(0.03, "rate of the tables, tied", least=0, most=1e30)
     matrix_lr: float = setting(0.02, "Muon's rate", least=0, most=1e30)
     scalar_lr: float = setting(0.02, "rate of gains, gates and scales", least=0, most=1e30)
-    muon_momentum: float = setting(0.99, "Muon's momentum after its warm-up", least=0, below=1)
+    muon_momentum: float = setting(0.97, "Muon's momentum after its warm-up", least=0, below=1)
     muon_backend_steps: int = setting(5, "Newton-Schulz iterations", above=0)
+    muon_row_norm: bool = setting(True, "Muon divides each row of an update by its norm first (MuonEq-R)")
+    polar_express: bool = setting(True, "Newton-Schulz with a polynomial for each iteration (Polar Express)")
     muon_momentum_warmup_start: float = setting(0.92, "Muon's momentum at step 0", least=0, below=1)
     muon_momentum_warmup_steps: int = setting(1500, "steps until Muon's full momentum", least=0)
     beta1: float = setting(0.9, "AdamW", least=0, below=1)
@@ -158,6 +157,8 @@ class Hyperparameters:
     muon_wd: float = setting(0.085, "decay of Muon's matrices: the dial of the artifact's size", least=0)
     embed_wd: float = setting(0.085, "decay of the tables", least=0)
     ema_decay: float = setting(0.997, "average of the weights that is quantised", least=0, below=1)
+    ema_steps_fraction: float = setting(
+        0.06, "horizon of that average as a share of the expected steps (0: EMA_DECAY decides)", least=0, most=1)
     # quantisation and artifact
     compressor: Literal["brotli", "lzma"] = setting("brotli", "brotli quality 11 or lzma preset 6")
     gptq_enabled: bool = setting(True, "GPTQ with Hessians from training data; else row search")
@@ -172,10 +173,8 @@ class Hyperparameters:
     head_dim = property(lambda hp: hp.model_dim // hp.num_heads)
     ve_layer_list = property(lambda hp: [int(n) for n in re.findall(r"\d+", hp.ve_layers) if hp.ve_enabled])
     control_patterns = property(lambda hp: re.findall(r"[^,\s]+", hp.control_tensor_name_patterns))
-    variant = property(lambda hp: hp.transform and f"_{hp.transform}")
-    snapshots = property(lambda hp: Path(hp.output_dir, "checkpoints"))
-    dataset_dir = property(lambda hp: Path(hp.data_dir, f"datasets/fineweb10B_sp{hp.vocab_size}{hp.variant}"))
-    tokenizer_path = property(lambda hp: Path(hp.data_dir, f"tokenizers/fineweb_{hp.vocab_size}_bpe{hp.variant}.model"))
+    dataset_dir = property(lambda hp: Path(hp.data_dir, f"datasets/fineweb10B_sp{hp.vocab_size}"))
+    tokenizer_path = property(lambda hp: Path(hp.data_dir, f"tokenizers/fineweb_{hp.vocab_size}_bpe.model"))
     fetch = property(
         lambda hp: f"`python data/cached_challenge_fineweb.py --variant sp{hp.vocab_size}` or set DATA_DIR")
     train_cap_seconds = property(  # so that the Hessians still fit; 0: no cap
@@ -236,6 +235,10 @@ def conflicts(hp: Hyperparameters) -> list[str]:
         ("EVAL_STRIDE", hp.eval_stride <= hp.eval_seq_len, f"must be at most EVAL_SEQ_LEN={hp.eval_seq_len}"),
         ("MAX_WALLCLOCK_SECONDS", hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0,
          f"must be over GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds}, or 0 for no cap"),
+        ("MUON_BACKEND_STEPS", hp.muon_backend_steps <= len(POLAR_EXPRESS) or not hp.polar_express,
+         f"must be at most {len(POLAR_EXPRESS)} with POLAR_EXPRESS=1"),
+        ("WARMUP_STEPS", hp.warmup_steps > 1 or hp.train_cap_seconds <= 0 or not hp.ema_steps_fraction,
+         "must be at least 2 to foretell the steps that fit into the cap, or set EMA_STEPS_FRACTION=0"),
         ("RUN_ID", re.fullmatch(r"[\w.@+-]*", hp.run_id), "names files: use letters, digits and . _ @ + - only")]
     return [f"{name}={getattr(hp, name.lower())!r} {rule}" for name, holds, rule in rules if not holds]
 
@@ -273,7 +276,6 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     control: Any = None  # group and stream for small messages, which must not wait for queued GPU work
     control_stream: Any = None
-    saver: Any = None  # group for the thread that writes snapshots
     is_main = property(lambda self: self.rank == 0)
 
     def gather(self, values: list[float]) -> list[list[float]]:
@@ -362,8 +364,8 @@ def join_world(hp: Hyperparameters, environ: Mapping[str, str]) -> World:
     if size > 1:
         # Half an hour: the longest wait is for rank 0's compression, measured 47 to 117 s a try, 6 tries at most.
         dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(minutes=30), device_id=gpu)
-    control, saver = (dist.new_group(), dist.new_group(backend="gloo")) if size > 1 else (None, None)
-    return World(rank, size, device, control, torch.cuda.Stream(gpu) if gpu else None, saver)
+    control = dist.new_group() if size > 1 else None
+    return World(rank, size, device, control, torch.cuda.Stream(gpu) if gpu else None)
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
@@ -522,10 +524,9 @@ def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
     try:
         datasets = json.loads(manifest.read_text("utf-8"))["datasets"] if manifest.is_file() else []
         entry = next((dict(d) for d in datasets if d["name"] == hp.dataset_dir.name), {})
-        count = sidecar_count(hp, entry, paths, len(tokens)) if hp.transform else tables.count
         whole = {"docs_val": int((tokens == BOS_ID).sum()), "tokens_val": len(tokens),
-                 "bytes_val_normalised": count(tokens)}
-        if (target_bytes := count(used)) < 1:
+                 "bytes_val_normalised": tables.count(tokens)}
+        if (target_bytes := tables.count(used)) < 1:
             raise SetupError(f"the val tokens stand for {target_bytes} bytes; fetch shards and manifest again")
         note = f"normalised text; {rest} tail tokens not scored; {check_manifest(hp, entry, whole)}"
     except SetupError:
@@ -533,17 +534,6 @@ def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SetupError(f"{manifest} is damaged ({error!r}); fetch it again or remove it") from None
     return ValidationSet(used, target_bytes, note)
-
-def sidecar_count(hp: Hyperparameters, entry: dict, paths: list[Path], n: int) -> Callable[[np.ndarray], int]:
-    """Bytes of the original text behind the first tokens, from the files beside the shards. Raises SetupError."""
-    sidecar = entry.get("bytes_sidecar") or {}
-    files = [path.with_suffix(sidecar.get("suffix", ".bytes")) for path in paths]
-    if not sidecar or not all(file.is_file() for file in files):
-        raise SetupError(f"TRANSFORM={hp.transform} needs manifest.json and a .bytes file beside each val shard")
-    sizes = np.concatenate([np.fromfile(file, np.dtype(sidecar["dtype"]).newbyteorder("<")) for file in files])
-    if len(sizes) != n:
-        raise SetupError(f"{n} val tokens, but {len(sizes)} in their .bytes files; fetch both again")
-    return lambda tokens: int(sizes[1:len(tokens)].sum(dtype=np.int64))
 
 def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, int]) -> str:
     """The whole validation split against the manifest, in words. Raises SetupError: such a score compares with none."""
@@ -1113,35 +1103,46 @@ def build_model(hp: Hyperparameters, ops: Operations, device: torch.device, dtyp
 
 # ---- Optimizers ------------------------------------------------------------------------------------------------------
 
-def newton_schulz(g: Tensor, steps: int) -> Tensor:
+# Quintics (a, b, c): Muon's one for all steps, https://kellerjordan.github.io/posts/muon/, and those of Polar Express
+# (Amsel et al. 2025, arXiv:2505.16932) for 5 steps and a safety factor of 2 %.
+MUON_QUINTIC = 3.4445, -4.7750, 2.0315
+POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
+                 (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                 (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                 (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                 (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
+
+def newton_schulz(g: Tensor, steps: int, row_norm: bool = False, polar_express: bool = False) -> Tensor:
     """Approximate orthogonal factor of each matrix of a batch (K, rows, cols), in bf16: singular values go to about 1.
 
-    The order bA + (cA)A is the published one; other orders differ by up to 2e-2 in bf16. A zero matrix stays zero."""
-    a, b, c = 3.4445, -4.7750, 2.0315  # of the quintic, https://kellerjordan.github.io/posts/muon/
+    With `row_norm` rows have norm 1 before (MuonEq-R, parameter-golf PR 1285). The order bA + (cA)A is the published
+    one; other orders differ by up to 2e-2 in bf16. A zero matrix stays zero."""
+    if row_norm:
+        g = g / g.norm(dim=-1, keepdim=True).clamp_min(1e-7)
     x = g.bfloat16()
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * (1.02 if polar_express else 1.0) + 1e-7)
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
-    for _ in range(steps):
+    for a, b, c in POLAR_EXPRESS[:steps] if polar_express else [MUON_QUINTIC] * steps:
         gram = x @ x.mT
         x = a * x + (b * gram + (c * gram) @ gram) @ x
     return x.mT if tall else x
 
-Orthogonalizer = Callable[[Tensor, int], Tensor]
+Orthogonalizer = Callable[..., Tensor]  # with the arguments of newton_schulz
 
 class Muon(torch.optim.Optimizer):
     """Momentum, then orthogonalised updates, for 2-D weights (Jordan et al. 2024), decay decoupled.
 
     Matrices of one shape form a group and are orthogonalised as one batch. Each rank does a contiguous share of a group
     and keeps the momentum of that share only; updates are gathered in bf16 while the next group is computed."""
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, steps: int, world: World,
-                 orthogonalize: Orthogonalizer = newton_schulz) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, world: World,
+                 orthogonalize: Callable[[Tensor], Tensor]) -> None:
         by_shape = defaultdict(list)
         for p in params:
             by_shape[p.shape].append(p)
         super().__init__([{"params": group} for group in by_shape.values()],
                          {"lr": lr, "weight_decay": weight_decay, "momentum": 0.0})
-        self.steps, self.world, self.orthogonalize = steps, world, orthogonalize
+        self.world, self.orthogonalize = world, orthogonalize
 
     @torch.no_grad()
     def step(self) -> None:
@@ -1151,7 +1152,7 @@ class Muon(torch.optim.Optimizer):
             g = torch.stack([p.grad for p in mine])
             g.add_(momenta.mul_(group["momentum"]).add_(g), alpha=group["momentum"])  # Nesterov
             rows, cols = mine[0].shape
-            updates = self.orthogonalize(g, self.steps) * max(1.0, rows / cols) ** 0.5
+            updates = self.orthogonalize(g) * max(1.0, rows / cols) ** 0.5
             started.append((group, *self.world.gather_stacked(updates.contiguous())))
         for group, updates, pending in started:
             if pending is not None:
@@ -1192,14 +1193,15 @@ class Optimizers:
     """Muon for matrices, AdamW for tables, scalars and the untied head; all rates follow one factor."""
     def __init__(self, model: GPT, world: World, orthogonalize: Orthogonalizer = newton_schulz) -> None:
         hp, named = model.hp, dict(model.named_parameters())
-        self.names = {p: name for name, p in named.items()}
         groups = {key: [named[name] for name in names] for key, names in parameter_groups(model).items()}
         table_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
         rates = ("embed", table_lr, hp.embed_wd), ("scalar", hp.scalar_lr, hp.adam_wd), ("head", hp.head_lr, 0.0)
         self.adam = torch.optim.AdamW(
             [{"params": groups[key], "lr": lr, "weight_decay": decay} for key, lr, decay in rates if groups[key]],
             betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, fused=world.device.type == "cuda")
-        self.muon = Muon(groups["muon"], hp.matrix_lr, hp.muon_wd, hp.muon_backend_steps, world, orthogonalize)
+        orthogonalize = partial(orthogonalize, steps=hp.muon_backend_steps, row_norm=hp.muon_row_norm,
+                                polar_express=hp.polar_express)
+        self.muon = Muon(groups["muon"], hp.matrix_lr, hp.muon_wd, world, orthogonalize)
         self.groups = self.adam.param_groups + self.muon.param_groups
         for group in self.groups:
             group["base_lr"] = group["lr"]
@@ -1209,20 +1211,6 @@ class Optimizers:
             group |= {"lr": group["base_lr"] * lr_factor, "momentum": momentum}
         self.muon.step()
         self.adam.step()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All moments by parameter, made if there are none yet; Muon's only of this rank's matrices."""
-        found = {}
-        for group in self.adam.param_groups:
-            for p in group["params"]:
-                state = self.adam.state[p]
-                if not state:  # as AdamW makes it at its first step
-                    step = torch.zeros((), device=p.device if group["fused"] else "cpu")
-                    state |= {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                found |= {f"adam.{self.names[p]}.{key}": value for key, value in state.items()}
-        for group in self.muon.param_groups:
-            found |= {f"muon.{self.names[p]}": momentum for p, momentum in zip(*self.muon.share(group))}
-        return found
 
 def lr_factor(progress: float, warmdown_frac: float, min_lr: float) -> float:
     """1, then over the last `warmdown_frac` of the run linearly down to 0, never under `min_lr`."""
@@ -1354,14 +1342,12 @@ class Trainer:
         self.run_micro_batch = self.micro_batch
 
     @contextlib.contextmanager
-    def on_the_clock(self, skip: int = 0) -> Iterator[Prefetcher]:
+    def on_the_clock(self) -> Iterator[Prefetcher]:
         """A new reader while the clock runs; notes when it last read."""
         synchronize(self.world.device)
         self.clock.start()
         loader = CoprimeLoader(self.train_paths, self.hp.train_seq_len, self.plan.draw_windows, self.world.rank,
                                self.world.size, self.hp.vocab_size)
-        for _ in range(skip):
-            loader.next_windows()
         with contextlib.closing(Prefetcher(loader, self.world.device, self.clock)) as data:
             yield data
         synchronize(self.world.device)
@@ -1417,13 +1403,10 @@ class Trainer:
     def fit(self) -> EMA:
         """Trains; returns the averaged weights. The clock holds everything but validation."""
         hp, cap, ema = self.hp, self.hp.train_cap_seconds, EMA(self.model, self.hp.ema_decay)
-        snapshots = Snapshots(self, ema)
-        if not snapshots.resume():
-            log_validation(self.log, hp, 0, self.evaluator.full())
-        seconds = self.clock.seconds
-        quiet = not self.world.is_main or None
-        bar = tqdm(range(self.steps_done, hp.iterations), "training", leave=False, disable=quiet)
-        with bar, self.on_the_clock(self.steps_done * self.plan.grad_accum_steps) as data:
+        log_validation(self.log, hp, 0, self.evaluator.full())
+        seconds, quiet = 0.0, not self.world.is_main or None
+        bar = tqdm(range(hp.iterations), "training", leave=False, disable=quiet)
+        with bar, self.on_the_clock() as data:
             for step in bar:
                 if hp.stall_seconds:
                     faulthandler.dump_traceback_later(hp.stall_seconds, exit=True)
@@ -1437,7 +1420,6 @@ class Trainer:
                 if self.steps_done % CHECK_WEIGHTS_EVERY == 0:
                     self._compare_weights()
                 faulthandler.cancel_dump_traceback_later()
-                snapshots.after_step(seconds)
                 if cap and seconds >= cap:
                     break
                 if hp.val_loss_every and self.steps_done % hp.val_loss_every == 0 and self.steps_done < hp.iterations:
@@ -1445,7 +1427,6 @@ class Trainer:
                     self.clock.stop()
                     log_validation(self.log, hp, self.steps_done, self.evaluator.full())
                     self.clock.start()
-            snapshots.finish()
         self._report_end(self.clock.seconds, data.wait_seconds)
         return ema
 
@@ -1464,7 +1445,7 @@ class Trainer:
         sums = [row[0] for row in self.world.gather([int(bits) % 2**48])]
         if wrong := [rank for rank, value in enumerate(sums) if value != sums[0]]:
             raise DivergedError(f"ranks {wrong} have other weights than rank 0 after step {self.steps_done}: a GPU or "
-                                "link computes wrongly; go on from a snapshot (RESUME=auto) elsewhere")
+                                "link computes wrongly; run elsewhere")
 
     def _log_step(self, loss: float, seconds: float, factor: float, waited: float) -> None:
         step, tokens = self.steps_done, self.steps_done * self.hp.train_batch_tokens
@@ -1483,81 +1464,6 @@ class Trainer:
         if step * (1 - hp.ema_decay) < 5:
             share = f"{hp.ema_decay ** step:.0%} initial weights"
             self.log(f"WARNING: EMA_DECAY={hp.ema_decay} averages {share} after only {step} steps; lower it")
-
-# What may differ between the parts of a run: it does not decide what is learnt.
-FREE_SETTINGS = ("output_dir", "run_id", "resume", "checkpoint_every_seconds", "stall_seconds", "attention", "kernels",
-                 "compile", "micro_batch_tokens", "train_log_every", "val_loss_every", "sliding_window_enabled")
-
-class Snapshots:
-    """What a killed run goes on from, in OUTPUT_DIR/checkpoints: complete or absent, written while training goes on.
-
-    torch.distributed.checkpoint writes and syncs all ranks' files under a temporary name; the last two are kept. Muon's
-    momenta are stored by matrix, so that any number of ranks can go on."""
-    def __init__(self, trainer: Trainer, ema: EMA) -> None:
-        self.trainer, self.ema, self.hp, self.world = trainer, ema, trainer.hp, trainer.world
-        self.saved_at, self.pending = 0.0, None  # or the snapshot under way: (future, path)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that a step changes, by name."""
-        trainer, named = self.trainer, dict(self.trainer.model.named_parameters())
-        found = {f"model.{name}": p.detach() for name, p in named.items()}
-        found |= {f"ema.{name}": t for name, t in zip(named, self.ema.shadow)} | trainer.optimizers.tensors()
-        found["progress"] = torch.tensor([trainer.steps_done, trainer.clock.seconds], dtype=torch.float64)
-        return {name: t for name, t in found.items() if t.numel()}
-
-    def after_step(self, seconds: float) -> None:
-        """Names a finished snapshot; begins one when it is time: `seconds` is equal on all ranks, so all begin it."""
-        if self.pending and self.pending[0].done():
-            self.finish()
-        if 0 < self.hp.checkpoint_every_seconds <= seconds - self.saved_at:
-            from torch.distributed.checkpoint import async_save
-
-            self.finish()
-            self.saved_at, path = seconds, self.hp.snapshots / f".step_{self.trainer.steps_done:06d}.tmp"
-            self.pending = async_save(self.tensors(), checkpoint_id=path, process_group=self.world.saver), path
-
-    def finish(self) -> None:
-        """Waits for the snapshot under way, gives it its name and drops the third oldest. A full disk costs only it."""
-        if self.pending is None:
-            return
-        from torch.distributed.checkpoint import CheckpointException
-
-        (future, path), self.pending = self.pending, None
-        try:
-            future.result()
-            if self.world.is_main:
-                write_file(path / "settings.json", json.dumps(self._settings()).encode())
-                path.replace(path.with_name(path.stem[1:]))
-                for old in sorted(self.hp.snapshots.glob("step_*"))[:-2]:
-                    shutil.rmtree(old, ignore_errors=True)
-        except (CheckpointException, OSError) as error:
-            self.trainer.log(f"WARNING: snapshot {path.stem[1:]} was not written ({first_line(error)})")
-
-    def _settings(self) -> dict[str, str]:
-        return {name: format_setting(value) for name, value in asdict(self.hp).items() if name not in FREE_SETTINGS}
-
-    def resume(self) -> bool:
-        """With RESUME=auto, loads the newest snapshot if there is one. Raises SetupError when it is of another run."""
-        folder, world = self.hp.snapshots, self.world
-        for leftover in folder.glob(".step_*.tmp") if world.is_main else ():
-            shutil.rmtree(leftover, ignore_errors=True)
-        path = world.broadcast_object(max(folder.glob("step_*"), default=None) if self.hp.resume else None)
-        if path is None:
-            return False
-        from torch.distributed.checkpoint import CheckpointException, load
-
-        saved, tensors = json.loads((path / "settings.json").read_bytes()), self.tensors()
-        if others := [f"{name.upper()}={ours} (there {saved.get(name)})" for name, ours in self._settings().items()
-                      if ours != saved.get(name)]:
-            raise SetupError(f"{path} is of a run with other settings: {', '.join(others)}; set them alike")
-        try:
-            load(tensors, checkpoint_id=path, process_group=world.saver)
-        except CheckpointException as error:
-            raise SetupError(f"{path} cannot be read ({first_line(error)}); remove it to use the one before") from None
-        steps, self.saved_at = tensors["progress"].tolist()
-        self.trainer.steps_done, self.trainer.clock = int(steps), Stopwatch(self.saved_at)
-        self.trainer.log(f"resumed after step {int(steps)} and {self.saved_at:.1f}s from {path}")
-        return True
 
 def log_validation(log: RunLog, hp: Hyperparameters, step: int, score: Score) -> None:
     log(f"{step}/{hp.iterations} val_loss: {score.val_loss:.4f} val_bpb: {score.val_bpb:.4f}")
@@ -1887,9 +1793,6 @@ class Run:
         self.began, self.hp, self.source = time.perf_counter(), hp, Path(__file__).read_bytes()
         self.run_id, self.output = hp.run_id or os.urandom(16).hex(), Path(hp.output_dir)
         self.logs, self.artifact = self.output / "logs", self.output / "final_model.int6.ptz"
-        if hp.resume and (self.logs / f"{self.run_id}.txt").exists():  # each part of a run has a log of its own
-            parts = len(list(self.logs.glob(f"{self.run_id}.*.txt")))
-            self.run_id += f".{parts + 2}"
         self.results: dict[str, Any] = {}
         self.failure: RunError | None = None
         self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
@@ -1937,8 +1840,6 @@ class Run:
                         fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
                     raise OSError("another run writes to it") from None
-                if self.hp.checkpoint_every_seconds and not self.hp.resume and self.hp.snapshots.exists():
-                    raise OSError(f"{self.hp.snapshots} exists and is kept")
                 log = RunLog(self.logs, self.run_id)
         except OSError as error:
             problem = f"cannot write RUN_ID={self.run_id} to OUTPUT_DIR={self.output}: {error}; choose another"
@@ -2031,8 +1932,6 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         write_file(self.artifact, data)
         with contextlib.suppress(OSError):  # the next run replaces the artifact; under this name the file stays
             os.link(self.artifact, self.logs / f"{self.run_id}.int6.ptz")
-        if self.hp.resume or self.hp.checkpoint_every_seconds:  # the run is safe; its snapshots would start a new one
-            shutil.rmtree(self.hp.snapshots, ignore_errors=True)
         label, size = f"int6+{self.hp.compressor}", len(data)
         self.log(f"sha256 of the artifact: {hashlib.sha256(data).hexdigest()}\nSerialized model {label}: {size} bytes\n"
                  f"Total submission size {label}: {size + len(self.source)} bytes")
