@@ -109,6 +109,7 @@ class Hyperparameters:
     min_lr: float = setting(0.1, "floor of the rate as a factor of the base rate", least=0)
     # batches
     train_batch_tokens: int = setting(786_432, "tokens of one optimizer step over all ranks", above=0)
+    batch_ramp: float = setting(0.0, "first share of the run, with half a batch a step (0: none)", least=0, most=1)
     micro_batch_tokens: int = setting(0, "tokens of one rank's forward (0: a step in max(1, 8 / ranks) parts)", least=0)
     train_seq_len: int = setting(2048, "training context", above=0)
     eval_seq_len: int = setting(2048, "evaluation context", above=0)
@@ -136,6 +137,11 @@ class Hyperparameters:
     ve_dim: int = setting(128, "width of the value embedding", above=0)
     ve_layers: str = setting("9,10", "blocks that add the value embedding")
     qk_gain_init: float = setting(5.0, "initial gain on normed queries")
+    attention_gate: bool = setting(True, "a gate on each head's output, from the first channels of its input")
+    loop_layers: str = setting("3-5", "first and last block of the loop")
+    loop_repeats: int = setting(2, "further passes through the loop", above=0)
+    loop_start: float = setting(0.35, "share of the run after which the loop is on (1: never)", least=0, most=1)
+    parallel_from: int = setting(8, "first block whose attention and MLP read a lane each (0: none)", least=0)
     tied_embed_init_std: float = setting(0.005, "initial deviation of the tied token table", above=0)
     # optimizers
     embed_lr: float = setting(0.6, "rate of the tables, untied", least=0, most=1e30)
@@ -166,12 +172,16 @@ class Hyperparameters:
     gptq_reserve_seconds: float = setting(10.0, "part of the cap kept for the Hessians", least=0)
     target_total_bytes: int = setting(15_990_000, "code plus artifact over it is quantised coarser (0: off)", least=0)
     control_tensor_name_patterns: str = setting(
-        "attn_scale,mlp_scale,resid_mix,q_gain,skip_weight,skip_gates,ve_layer_scales,ve_shared.scale",
+        "attn_scale,mlp_scale,resid_mix,q_gain,skip_weight,skip_gates,ve_layer_scales,ve_shared.scale,attn.gate,lane_mix",
         "parameters that stay fp32 and out of Muon and int8, by part of name")
 
     # derived
     head_dim = property(lambda hp: hp.model_dim // hp.num_heads)
     ve_layer_list = property(lambda hp: [int(n) for n in re.findall(r"\d+", hp.ve_layers) if hp.ve_enabled])
+    loop_bounds = property(lambda hp: [int(n) for n in hp.loop_layers.split("-")])
+    loop_fits = property(lambda hp: hp.loop_bounds[-1] < hp.num_layers)
+    loops = property(lambda hp: hp.loop_start < 1 and hp.loop_fits)
+    parallel_layers = property(lambda hp: range(hp.parallel_from or hp.num_layers, hp.num_layers))
     control_patterns = property(lambda hp: re.findall(r"[^,\s]+", hp.control_tensor_name_patterns))
     dataset_dir = property(lambda hp: Path(hp.data_dir, f"datasets/fineweb10B_sp{hp.vocab_size}"))
     tokenizer_path = property(lambda hp: Path(hp.data_dir, f"tokenizers/fineweb_{hp.vocab_size}_bpe.model"))
@@ -179,6 +189,11 @@ class Hyperparameters:
         lambda hp: f"`python data/cached_challenge_fineweb.py --variant sp{hp.vocab_size}` or set DATA_DIR")
     train_cap_seconds = property(  # so that the Hessians still fit; 0: no cap
         lambda hp: max(0.0, hp.max_wallclock_seconds - hp.gptq_reserve_seconds * hp.gptq_enabled))
+
+    unused = property(lambda hp: [  # in words: the default depth has them, a shallow model has not
+        f"{name} is set, but the model has only {hp.num_layers} blocks" for name, set_but_unused in (
+            (f"LOOP_LAYERS={hp.loop_layers}", hp.loop_start < 1 and not hp.loop_fits),
+            (f"PARALLEL_FROM={hp.parallel_from}", hp.parallel_from and not hp.parallel_layers)) if set_but_unused])
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Hyperparameters:
@@ -232,6 +247,11 @@ def conflicts(hp: Hyperparameters) -> list[str]:
         ("XSA_LAST_N", hp.xsa_last_n <= hp.num_layers, f"must be at most NUM_LAYERS={hp.num_layers}"),
         ("VE_LAYERS", re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*|", hp.ve_layers) and len({*layers}) == len(layers)
          and max(layers, default=0) < hp.num_layers, f"must be different numbers below NUM_LAYERS={hp.num_layers}"),
+        ("LOOP_LAYERS", re.fullmatch(r"\d+-\d+", hp.loop_layers) and hp.loop_bounds[0] <= hp.loop_bounds[1]
+         and (not hp.loops or not hp.parallel_layers or hp.loop_bounds[1] < hp.parallel_from),
+         f"must be FIRST-LAST, before PARALLEL_FROM={hp.parallel_from}"),
+        ("PARALLEL_FROM", not hp.parallel_layers or hp.parallel_from >= hp.num_layers // 2,
+         f"must be 0 or in the second half of NUM_LAYERS={hp.num_layers}, from {hp.num_layers // 2} on"),
         ("EVAL_STRIDE", hp.eval_stride <= hp.eval_seq_len, f"must be at most EVAL_SEQ_LEN={hp.eval_seq_len}"),
         ("MAX_WALLCLOCK_SECONDS", hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0,
          f"must be over GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds}, or 0 for no cap"),
@@ -257,7 +277,8 @@ def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
     if rest:
         fits = " or ".join(str(n * unit) for n in (per_rank, per_rank + 1) if n)
         raise SetupError(f"TRAIN_BATCH_TOKENS={batch} must be a multiple of {unit}, ranks x TRAIN_SEQ_LEN; use {fits}")
-    divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+    parts = 2 if hp.batch_ramp else 1  # half a batch is half the micro-batches
+    divisors = [n for n in range(1, per_rank + 1) if per_rank % (n * parts) == 0]
     micro = hp.micro_batch_tokens / hp.train_seq_len or per_rank / max(1, 8 / world_size)
     if micro not in divisors:
         raise SetupError(f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens} must cut a rank's {per_rank * hp.train_seq_len} "
@@ -967,6 +988,8 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         return F.linear(x, self.cast(x.dtype, gain))
 
+GATE_WIDTH = 12  # channels that the attention gate reads, as published
+
 class SelfAttention(nn.Module):
     def __init__(self, hp: Hyperparameters, ops: Operations, use_xsa: bool) -> None:
         super().__init__()
@@ -975,6 +998,7 @@ class SelfAttention(nn.Module):
         self.q_gain = nn.Parameter(torch.full((hp.num_heads,), hp.qk_gain_init))
         self.c_q, self.c_k, self.c_v = Linear(dim, dim), Linear(dim, kv_dim), Linear(dim, kv_dim)
         self.proj = Linear(dim, dim)
+        self.gate = nn.Parameter(torch.zeros(hp.num_heads, min(GATE_WIDTH, dim))) if hp.attention_gate else None
 
     def forward(self, x: Tensor, rope: Rope, value: Tensor | None, gain: Tensor, first: int) -> Tensor:
         """x (B, T, model_dim) -> the same from position `first` on."""
@@ -982,7 +1006,11 @@ class SelfAttention(nn.Module):
         qkv = F.linear(x, weights.to(x.dtype))  # one product: x is read once, its gradient needs no sum
         q, k, v = self.ops.split_qkv(qkv, value, self.q_gain, *rope, self.kv_heads)
         y, v = self.ops.attend(q, k, v)[:, first:], v[:, first:]
-        return self.proj((remove_own_value(y, v) if self.use_xsa else y).flatten(2), gain)
+        y = remove_own_value(y, v) if self.use_xsa else y
+        if self.gate is not None:  # starts at 1 (sparse gate, parameter-golf PR 1787)
+            read = x[:, first:, :self.gate.size(1)]
+            y = y * (2 * torch.sigmoid(F.linear(read, self.gate.to(x.dtype))))[..., None]
+        return self.proj(y.flatten(2), gain)
 
 class MLP(nn.Module):
     def __init__(self, hp: Hyperparameters, ops: Operations) -> None:
@@ -1001,10 +1029,15 @@ class Block(nn.Module):
         self.attn = SelfAttention(hp, ops, use_xsa=layer >= hp.num_layers - hp.xsa_last_n)
         self.mlp = MLP(hp, ops)
 
+    def attention_part(self, x: Tensor, rope: Rope, value: Tensor | None, first: int) -> Tensor:
+        """x (B, T, model_dim) -> what attention adds, (B, T - first, model_dim)."""
+        return self.attn(rms_norm(x) * self.norm_scale, rope, value, self.attn_scale, first)
+    def mlp_part(self, x: Tensor) -> Tensor:
+        return self.mlp(rms_norm(x) * self.norm_scale, self.mlp_scale)
     def forward(self, x: Tensor, rope: Rope, value: Tensor | None, first: int) -> Tensor:
         """x (B, T, model_dim) -> (B, T - first, model_dim)."""
-        x = x[:, first:] + self.attn(rms_norm(x) * self.norm_scale, rope, value, self.attn_scale, first)
-        return x + self.mlp(rms_norm(x) * self.norm_scale, self.mlp_scale)
+        x = x[:, first:] + self.attention_part(x, rope, value, first)
+        return x + self.mlp_part(x)
 
 class ValueEmbedding(nn.Module):
     """One table of token values for several layers: proj(embed[ids]) * scale, (B, T, kv_dim)."""
@@ -1018,14 +1051,27 @@ class ValueEmbedding(nn.Module):
         value = self.proj(self.embed(ids))
         return value * self.scale.to(value.dtype)
 
+def weighted_sum(terms: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Of activations (B, T, C) by factors, (C) or scalars, each cast to its activation's dtype."""
+    return sum(factor.to(term.dtype) * term for factor, term in terms)
+
 class GPT(nn.Module):
-    """U-Net transformer: the first half of the blocks feeds gated skips to the second half, last output first."""
+    """U-Net transformer: the first half of the passes feeds gated skips to the second half, last output first.
+
+    Some blocks may form a loop that can be switched on (depth recurrence, parameter-golf PRs 1204 and 1493), and from
+    PARALLEL_FROM on attention and MLP read a lane each and write to both (parallel residuals, PRs 1204 and 1530)."""
     def __init__(self, hp: Hyperparameters, ops: Operations) -> None:
         super().__init__()
-        self.hp, self.ops, self.skips = hp, ops, hp.num_layers // 2
+        self.hp, self.ops, self.looping = hp, ops, False
         self.rope: dict[int, Rope] = {}  # by length; in the graph they would be computed per element
-        self.skip_weights = nn.Parameter(torch.ones(self.skips, hp.model_dim))
-        self.skip_gates = nn.Parameter(torch.zeros(self.skips, hp.model_dim)) if hp.skip_gates_enabled else None
+        blocks, (first, last) = [*range(hp.num_layers)], hp.loop_bounds
+        looped = blocks[:last + 1] + blocks[first:last + 1] * hp.loop_repeats + blocks[last + 1:]
+        self.orders = {False: blocks, True: looped}  # in which blocks are passed, without and with the loop
+        skips = len(self.orders[hp.loops]) // 2
+        self.skip_weights = nn.Parameter(torch.ones(skips, hp.model_dim))
+        self.skip_gates = nn.Parameter(torch.zeros(skips, hp.model_dim)) if hp.skip_gates_enabled else None
+        lane_mix = torch.tensor([1.1, 1.0, 1.0]).repeat(len(hp.parallel_layers), 2, 1)  # of itself, attention, MLP
+        self.lane_mix = nn.Parameter(lane_mix) if hp.parallel_layers else None
         self.tok_emb = nn.Embedding(hp.vocab_size, hp.embedding_dim)
         projection = Linear if hp.embedding_dim != hp.model_dim else nn.Identity
         self.embed_proj = projection(hp.embedding_dim, hp.model_dim)
@@ -1034,6 +1080,38 @@ class GPT(nn.Module):
         self.ve_shared = ValueEmbedding(hp) if hp.ve_layer_list else None
         self.ve_layer_scales = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in hp.ve_layer_list)
         self.lm_head = None if hp.tie_embeddings else Linear(hp.embedding_dim, hp.vocab_size)
+        if hp.loops:  # in the state dict, so that weights and artifacts say how they were trained last
+            self.register_buffer("loop_on", torch.zeros(1))
+            self.register_load_state_dict_post_hook(lambda model, _: model.set_looping(bool(model.loop_on)))
+            self.set_looping(hp.loop_start == 0)
+
+    def set_looping(self, on: bool) -> None:
+        """Blocks to pass through from now on: once each, or the loop as often as it is set."""
+        self.looping = on
+        if self.hp.loops:
+            self.loop_on.fill_(on)
+
+    def take_skip(self, keep: Tensor, x: Tensor, skips: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Terms of keep * lerp(weight * skip, x, sigmoid(gate)) or, without gates, keep * (x + weight * skip).
+
+        Folded factors need three sums over all tokens for their gradients, nested products would need four. Rows count
+        from the innermost skip that there can be: with and without the loop the same blocks share one."""
+        if not skips:
+            return [(keep, x)]
+        row, gate, rest = len(self.skip_weights) - len(skips), 1.0, 1.0
+        if self.skip_gates is not None:
+            gate = torch.sigmoid(self.skip_gates[row])
+            rest = 1 - gate
+        return [(keep * gate, x), (keep * rest * self.skip_weights[row], skips.pop())]
+
+    def pass_lanes(self, layer: int, lanes: tuple[Tensor, Tensor], x0: Tensor, rope: Rope, value: Tensor | None,
+                   first: int) -> tuple[Tensor, Tensor]:
+        """A block with two lanes (B, T, model_dim): attention reads the first, mixed with x0, the MLP the second."""
+        block, factors = self.blocks[layer], self.lane_mix[layer - self.hp.parallel_from]
+        read = weighted_sum([*zip(block.resid_mix, (lanes[0], x0))])
+        lanes = tuple(lane[:, first:] for lane in lanes)
+        added = block.attention_part(read, rope, value, first), block.mlp_part(lanes[1])
+        return tuple(weighted_sum([*zip(row, (lane, *added))]) for row, lane in zip(factors, lanes))
 
     def hidden(self, ids: Tensor, first: int = 0) -> Tensor:
         """Token ids (B, T) -> normed output (B, T - first, model_dim): what comes before `first` is context only."""
@@ -1041,23 +1119,22 @@ class GPT(nn.Module):
         rope = self.rope.get(ids.size(1)) or rope_tables(self.hp, ids.size(1), ids.device, x.dtype)
         shared = None if self.ve_shared is None else self.ve_shared(ids)
         values = {n: shared * scale.to(x.dtype) for n, scale in zip(self.hp.ve_layer_list, self.ve_layer_scales)}
-        skips: list[Tensor] = []
-        for layer, block in enumerate(self.blocks):
+        skips, lanes, order = [], None, self.orders[self.looping]
+        for place, layer in enumerate(order):
+            block, begin = self.blocks[layer], first if place == len(order) - 1 else 0
+            incoming = skips if place >= len(order) // 2 else []
+            if layer in self.hp.parallel_layers:
+                one = torch.ones_like(block.attn_scale)
+                inner, outer = lanes or (x, x)
+                inner = weighted_sum(self.take_skip(one, inner, incoming))
+                lanes = self.pass_lanes(layer, (inner, outer), x0, rope, values.get(layer), begin)
+                continue
             keep, add = block.resid_mix
-            terms = [(keep, x), (add, x0)]
-            if skips and layer >= self.skips:
-                # keep * lerp(weight * skip, x, sigmoid(gate)), without gates keep * (x + weight * skip). Folded factors
-                # need three sums over all tokens for their gradients, nested products would need four.
-                i, gate, rest = layer - self.skips, 1.0, 1.0
-                if self.skip_gates is not None:
-                    gate = torch.sigmoid(self.skip_gates[i])
-                    rest = 1 - gate
-                terms = [(keep * gate, x), (keep * rest * self.skip_weights[i], skips.pop()), (add, x0)]
-            x = sum(factor.to(x.dtype) * term for factor, term in terms)
-            x = block(x, rope, values.get(layer), first if layer == len(self.blocks) - 1 else 0)
-            if layer < self.skips:
+            x = weighted_sum([*self.take_skip(keep, x, incoming), (add, x0)])
+            x = block(x, rope, values.get(layer), begin)
+            if place < len(order) // 2:
                 skips.append(x)
-        return rms_norm(x)
+        return rms_norm(x if lanes is None else (lanes[0] + lanes[1]) / 2)
 
     def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Normed output (..., model_dim) -> what the head multiplies: (..., embedding_dim) and (vocab_size, same)."""
@@ -1311,10 +1388,10 @@ class Gradients:
         found = dict(zip(parameters, torch.autograd.grad(loss, parameters, materialize_grads=True)))
         for _, group in self.groups:
             torch._foreach_add_([p.grad for p in group], [found[p] for p in group])
-    def average(self, world: World) -> None:
-        """Mean over ranks: one all-reduce per dtype (137 MB at full size)."""
+    def average(self, world: World, share: float) -> None:
+        """Mean over ranks, of which each did a share of its micro-batches: one all-reduce per dtype (137 MB in all)."""
         for flat, _ in self.groups:
-            world.sum(flat.div_(world.size))
+            world.sum(flat.div_(world.size * share))
     def clip(self, largest_norm: float) -> None:
         """Scales all so that the 2-norm of the whole is at most that."""
         norms = torch.stack([torch.linalg.vector_norm(flat, dtype=torch.float32) for flat, _ in self.groups])
@@ -1339,7 +1416,8 @@ class Trainer:
         size = (self.plan.micro_sequences, self.hp.train_seq_len)
         self.inputs, self.targets = (torch.zeros(size, dtype=torch.int64, device=self.world.device) for _ in range(2))
         self.loss = torch.zeros((), device=self.world.device)  # the mean over a step's micro-batches
-        self.run_micro_batch = self.micro_batch
+        self.run_micro_batch = {False: self.micro_batch, True: self.micro_batch}  # without and with the loop
+        self.graph_pool, self.step_seconds, self.tokens_done = None, {}, 0
 
     @contextlib.contextmanager
     def on_the_clock(self) -> Iterator[Prefetcher]:
@@ -1354,16 +1432,17 @@ class Trainer:
         self.clock.stop()
         self.last_read_seconds = data.last_read_seconds
 
-    def step(self, data: Prefetcher, step: int, factor: float) -> Callable[[], float]:
-        """Queues one optimizer step; the returned call waits for this rank's mean loss, not for the optimizers."""
+    def step(self, data: Prefetcher, step: int, factor: float, share: float = 1.0) -> Callable[[], float]:
+        """Queues one optimizer step with a share of the batch; the returned call waits for this rank's mean loss, not
+        for the optimizers."""
         self.gradients.zero()
         self.loss.zero_()
-        for _ in range(self.plan.grad_accum_steps):
+        for _ in range(int(share * self.plan.grad_accum_steps)):
             for buffer, batch in zip((self.inputs, self.targets), data.next()):
                 buffer.copy_(batch)
-            self.run_micro_batch()
-        mean_loss = self.world.fetch(self.loss)
-        self.gradients.average(self.world)
+            self.run_micro_batch[self.model.looping]()
+        mean_loss = self.world.fetch(self.loss.div_(share))
+        self.gradients.average(self.world, share)
         if self.hp.grad_clip_norm > 0:
             self.gradients.clip(self.hp.grad_clip_norm)
         self.optimizers.step(factor, muon_momentum(step, self.hp))
@@ -1381,28 +1460,63 @@ class Trainer:
             return
         torch.cuda.empty_cache()  # the graph has memory of its own, as much as the steps before it took
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the reader pins memory meanwhile
+        with torch.cuda.graph(graph, self.graph_pool, capture_error_mode="thread_local"):  # the reader pins memory
             self.micro_batch()
-        self.run_micro_batch = graph.replay
+        self.run_micro_batch[self.model.looping] = graph.replay
+        self.graph_pool = graph.pool()  # of the next graph too: they never run at once, and leave nothing in it
 
     def warm_up(self) -> None:
-        """Compiles and settles all on real shapes, then puts weights, optimizers and clock back to their start."""
-        steps, before = self.hp.warmup_steps, {name: t.clone() for name, t in self.model.state_dict().items()}
+        """Compiles and settles all on real shapes, with and without the loop, and notes how long a step takes; then
+        puts weights, optimizers and clock back to their start."""
+        before = {name: t.clone() for name, t in self.model.state_dict().items()}
         with self.on_the_clock() as data:
-            for step in range(1, steps + 1):
-                self._agree(self.step(data, step - 1, 1.0), f"warm-up step {step}")
-                if step == 1:
-                    self.record_graph()
-                if step <= 6 or step % 10 == 0 or step == steps:
-                    self.log(f"warmup_step: {step}/{steps}")
+            for looping in [self.hp.loop_start == 0, True] if self.hp.loops else [False]:
+                if looping not in self.step_seconds:
+                    self.model.set_looping(looping)
+                    self._warm_up_graph(data)
         self.model.load_state_dict(before)
         for optimizer in (self.optimizers.adam, self.optimizers.muon):
             optimizer.state.clear()
         self.clock = Stopwatch()
 
+    def _warm_up_graph(self, data: Prefetcher) -> None:
+        steps, looping = self.hp.warmup_steps, self.model.looping
+        for step in range(1, steps + 1):
+            self._agree(self.step(data, step - 1, 1.0), f"warm-up step {step}")
+            if step == 1:
+                self.record_graph()
+            if step <= steps // 2 or step == 1:  # the second half is timed
+                synchronize(self.world.device)
+                began, timed = self.clock.seconds, steps - step
+            if step <= 6 or step % 10 == 0 or step == steps:
+                self.log(f"warmup_step: {step}/{steps}{' with the loop' * looping}")
+        synchronize(self.world.device)
+        taken = [row[0] for row in self.world.gather([self.clock.seconds - began if steps > 1 else 0.0])]
+        self.step_seconds[looping] = max(taken) / max(timed, 1) if steps > 1 else math.nan
+
+    def schedule(self, progress: float) -> tuple[bool, float]:
+        """At this share of the run: whether the loop is on, and the share of the batch that a step takes."""
+        return self.hp.loops and progress >= self.hp.loop_start, 0.5 if progress < self.hp.batch_ramp else 1.0
+
+    def expected_steps(self) -> float:
+        """Steps until the cap, at the speeds of the warm-up, or ITERATIONS."""
+        if not (cap := self.hp.train_cap_seconds):
+            return self.hp.iterations
+        plans = [self.schedule((i + 0.5) / 1000) for i in range(1000)]
+        return min(self.hp.iterations, cap * sum(1 / (share * self.step_seconds[on]) for on, share in plans) / 1000)
+
+    def ema_decay(self) -> float:
+        """EMA_DECAY, or that whose horizon is the set share of the expected steps; equal on all ranks."""
+        if not self.hp.ema_steps_fraction:
+            return self.hp.ema_decay
+        steps = self.expected_steps()
+        decay = 1 - 1 / max(1.0, self.hp.ema_steps_fraction * steps)
+        self.log(f"ema: decay {decay:.5f} for {steps:.0f} expected steps (EMA_STEPS_FRACTION; EMA_DECAY is not used)")
+        return decay
+
     def fit(self) -> EMA:
         """Trains; returns the averaged weights. The clock holds everything but validation."""
-        hp, cap, ema = self.hp, self.hp.train_cap_seconds, EMA(self.model, self.hp.ema_decay)
+        hp, cap, ema = self.hp, self.hp.train_cap_seconds, EMA(self.model, self.ema_decay())
         log_validation(self.log, hp, 0, self.evaluator.full())
         seconds, quiet = 0.0, not self.world.is_main or None
         bar = tqdm(range(hp.iterations), "training", leave=False, disable=quiet)
@@ -1410,11 +1524,16 @@ class Trainer:
             for step in bar:
                 if hp.stall_seconds:
                     faulthandler.dump_traceback_later(hp.stall_seconds, exit=True)
-                factor = lr_factor(seconds / cap if cap else step / hp.iterations, hp.warmdown_frac, hp.min_lr)
-                loss = self.step(data, step, factor)
+                progress = seconds / cap if cap else step / hp.iterations
+                looping, share = self.schedule(progress)
+                if looping and not self.model.looping:
+                    self.model.set_looping(True)
+                    self.log(f"looping: on from step {step + 1}, at {progress:.1%} of the run")
+                factor = lr_factor(progress, hp.warmdown_frac, hp.min_lr)
+                loss = self.step(data, step, factor, share)
                 ema.update()
                 seconds, mean_loss = self._agree(loss, f"step {step + 1}")
-                self.steps_done = step + 1
+                self.steps_done, self.tokens_done = step + 1, self.tokens_done + int(share * hp.train_batch_tokens)
                 if hp.train_log_every and (step < 5 or self.steps_done % hp.train_log_every == 0):
                     self._log_step(mean_loss, seconds, factor, data.wait_seconds)
                 if self.steps_done % CHECK_WEIGHTS_EVERY == 0:
@@ -1427,7 +1546,7 @@ class Trainer:
                     self.clock.stop()
                     log_validation(self.log, hp, self.steps_done, self.evaluator.full())
                     self.clock.start()
-        self._report_end(self.clock.seconds, data.wait_seconds)
+        self._report_end(self.clock.seconds, data.wait_seconds, ema.decay)
         return ema
 
     def _agree(self, loss: Callable[[], float], where: str) -> tuple[float, float]:
@@ -1448,22 +1567,24 @@ class Trainer:
                                 "link computes wrongly; run elsewhere")
 
     def _log_step(self, loss: float, seconds: float, factor: float, waited: float) -> None:
-        step, tokens = self.steps_done, self.steps_done * self.hp.train_batch_tokens
+        step, tokens = self.steps_done, self.tokens_done
         self.log(f"{step}/{self.hp.iterations} train_loss: {loss:.4f} train_time: {seconds / 60:.1f}m "
                  f"tok/s: {tokens / seconds:.0f}")
         self.log.record("step", step=step, train_loss=loss, train_seconds=seconds, tokens=tokens, lr_factor=factor,
                         tokens_per_second=tokens / seconds, loader_wait_seconds=waited)
 
-    def _report_end(self, seconds: float, waited: float) -> None:
+    def _report_end(self, seconds: float, waited: float, decay: float) -> None:
         step, hp = self.steps_done, self.hp
         if step < hp.iterations:
             self.log(f"stopping_early: wallclock_cap train_time: {1000 * seconds:.0f}ms step: {step}/{hp.iterations}")
         self.log("peak memory allocated: {} MiB reserved: {} MiB".format(*peak_memory_mib(self.world.device)))
         warning = " WARNING: over 2%: the disk or the CPU is too slow" * (waited > 0.02 * seconds)
         self.log(f"loader_wait: {waited:.2f}s ({waited / seconds:.1%} of training){warning}")
-        if step * (1 - hp.ema_decay) < 5:
-            share = f"{hp.ema_decay ** step:.0%} initial weights"
-            self.log(f"WARNING: EMA_DECAY={hp.ema_decay} averages {share} after only {step} steps; lower it")
+        if step * (1 - decay) < 5:
+            self.log(f"WARNING: the average holds {decay ** step:.0%} initial weights after only {step} steps; lower "
+                     "EMA_STEPS_FRACTION or EMA_DECAY")
+        if hp.loops and not self.model.looping:
+            self.log(f"WARNING: the run ended before LOOP_START={hp.loop_start}: the model has no loop")
 
 def log_validation(log: RunLog, hp: Hyperparameters, step: int, score: Score) -> None:
     log(f"{step}/{hp.iterations} val_loss: {score.val_loss:.4f} val_bpb: {score.val_bpb:.4f}")
@@ -1820,6 +1941,8 @@ class Run:
         self.log = self.open_log()
         self.log_head(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})\nattention: {attention}\n"
                       f"kernels: {kernels}\ncompile: {int(compiled)} ({why})")
+        for note in hp.unused:
+            self.log(f"WARNING: {note}")
         for name in sorted({*IGNORED_SETTINGS} & {*environ}):
             self.log(f"WARNING: {name} is set, but nothing reads it; the published script ignores it too")
 
@@ -1890,7 +2013,7 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             raise SetupError(f"{reason}; set MICRO_BATCH_TOKENS to one of {fits}") from None
         self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step, with compile and warm-up")
         self.average = trainer.fit()
-        steps, tokens, seconds = trainer.steps_done, trainer.steps_done * hp.train_batch_tokens, trainer.clock.seconds
+        steps, tokens, seconds = trainer.steps_done, trainer.tokens_done, trainer.clock.seconds
         self.raw = {name: t.clone() for name, t in self.model.state_dict().items()}
         self.average.copy_to_model()
         self.write_checkpoint()
