@@ -1821,12 +1821,14 @@ def code_tables(rows: np.ndarray, columns: np.ndarray, group: int) -> np.ndarray
     levels = rows.astype(np.int16)[:, None] + columns.astype(np.int16)
     return (levels + MIDDLE_CLASS).clip(0, CLASSES - 1).astype(np.uint8).ravel() + np.uint8(group * CLASSES)
 
+def join(parts: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([*parts, np.empty(0, np.uint8)])
+
 class Stream:
     """Parts, each of symbols (any shape, one byte each) and their tables, joined, with every table's frequencies."""
     def __init__(self, parts: list[tuple[np.ndarray, np.ndarray]], tables: int) -> None:
         symbols, used = zip(*parts) if parts else ((), ())
-        self.symbols = np.concatenate([*(s.view(np.uint8).ravel() for s in symbols), np.empty(0, np.uint8)])
-        self.tables = np.concatenate([*used, np.empty(0, np.uint8)])
+        self.symbols, self.tables = join(s.view(np.uint8).ravel() for s in symbols), join(used)
         counts, chunk = np.zeros(256 * tables, np.int64), 2**22
         for i in range(0, len(self.symbols), chunk):
             index = self.tables[i:i + chunk].astype(np.int32) * 256 + self.symbols[i:i + chunk]
@@ -1878,7 +1880,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, t in sorted(tensors.items()):
         digest.update(f"{name} {t.dtype} {tuple(t.shape)} ".encode())
-        digest.update(t.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(t.view(torch.int16 if t.dtype == torch.bfloat16 else t.dtype).numpy().tobytes())
     return digest.hexdigest()
 
 def pack_artifact(tensors: Mapping[str, Tensor], bits: Mapping[str, int]) -> bytes:
@@ -1904,7 +1906,7 @@ def read_head(data: bytes, limit: int) -> tuple[Layout, list[np.ndarray], str, b
     layout = Layout(head["tensors"])
     for name, bits, shape, *_ in layout.entries:
         if not (isinstance(name, str) and bits in (*range(2, 9), 16) and all(type(n) is int and n >= 0 for n in shape)
-                and (bits == 16 or len(shape) == 2)):
+                and (bits == 16 or (len(shape) == 2 and 0 not in shape))):
             raise ValueError(f"no tensor is {name!r} with {bits} bits and shape {shape}")
     if sum(2 * math.prod(shape) + sum(shape) for _, _, shape, *_ in layout.entries) > limit:
         raise ValueError(f"its tensors have over {limit} bytes")
@@ -1921,7 +1923,7 @@ def unpack_artifact(data: bytes, limit: int) -> tuple[dict[str, Tensor], dict[st
         counts = [(bits, kind, n) for (_, bits, *_), lengths in layout.side_counts() for kind, n in enumerate(lengths)]
         tables = [layout.side_tables(*count) for count in counts]
         ends = np.cumsum([len(t) for t in tables])
-        side = iter(np.split(rans_decode(side_data, np.concatenate(tables), freqs[0]), ends[:-1]))
+        side = iter(np.split(rans_decode(side_data, join(tables), freqs[0]), ends[:-1]))
         tensors, classes = {}, []
         for name, bits, shape, *centres in layout.entries:
             if bits == 16:
@@ -1930,9 +1932,9 @@ def unpack_artifact(data: bytes, limit: int) -> tuple[dict[str, Tensor], dict[st
             else:
                 rows, columns, steps = ((next(side) + np.uint8(c & 255)).view(np.int8) for c in centres[0])
                 classes.append(code_tables(rows, columns, layout.groups.index(bits)))
-                tensors[f"{name}.q"], tensors[f"{name}.step"] = torch.empty(shape), torch.from_numpy(steps)
+                tensors[f"{name}.q"], tensors[f"{name}.step"] = torch.empty(0), torch.from_numpy(steps)
         ends = np.cumsum([len(c) for c in classes])
-        codes = rans_decode(code_data, np.concatenate([*classes, np.empty(0, np.uint8)]), freqs[1]).view(np.int8)
+        codes = rans_decode(code_data, join(classes), freqs[1]).view(np.int8)
         for (name, _, shape, *_), q in zip((e for e in layout.entries if e[1] < 16), np.split(codes, ends[:-1])):
             tensors[f"{name}.q"] = torch.from_numpy(q.reshape(shape))
         if fingerprint(tensors) != sha256:
