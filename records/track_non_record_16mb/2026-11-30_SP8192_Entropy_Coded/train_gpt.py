@@ -1753,20 +1753,24 @@ def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog
 # ---- Artifact: an entropy coder that knows each row's and column's spread --------------------------------------------
 
 MAGIC = b"EC16\x01"
-LARGEST_HEADER = 2**20  # bytes; a few kilobytes can unpack to many gigabytes
-LANES = 1024  # coders side by side, so that numpy works on arrays
+LARGEST_HEAD = 2**20  # bytes; a few kilobytes can unpack to many gigabytes
+LANES = 512  # coders side by side, so that numpy works on arrays
 PRECISION = 14  # bits of a probability
 LEVELS_PER_OCTAVE = 6  # of spreads: costs 3.5 bits a row or column, and under 0.1 % of the codes' bytes
 CLASSES, MIDDLE_CLASS = 96, 48  # of codes by their spread in those levels; the middle is a mean of 1
 BYTES_PER_WEIGHT = 0.42, 1.5  # of codes and of bf16, for the log's estimate
 
-def frequencies(counts: np.ndarray) -> np.ndarray:
-    """Counts (T, 256) -> integers that sum to 2 ** PRECISION in each row, none 0 where there is a count."""
-    counts = counts.astype(np.int64)
+def frequencies(symbols: np.ndarray, tables: np.ndarray, count: int) -> np.ndarray:
+    """How often each of `count` tables has each byte, as integers (count, 256) that sum to 2 ** PRECISION in each row,
+    at least 1 for what occurs. Symbols and their tables are uint8 (n)."""
+    counts, chunk = np.zeros(256 * count, np.int64), 2**22
+    for i in range(0, len(symbols), chunk):
+        index = tables[i:i + chunk].astype(np.int32) * 256 + symbols[i:i + chunk]
+        counts += np.bincount(index, minlength=len(counts))
+    counts = counts.reshape(count, 256)
     counts[counts.sum(1) == 0, 0] = 1
     shares = np.maximum((counts << PRECISION) // counts.sum(1, keepdims=True), counts > 0)
-    np.put_along_axis(shares, largest := shares.argmax(1)[:, None],
-                      np.take_along_axis(shares, largest, 1) + 2**PRECISION - shares.sum(1, keepdims=True), 1)
+    shares[np.arange(count), shares.argmax(1)] += 2**PRECISION - shares.sum(1)
     return shares.astype(np.uint32)
 
 def rans_encode(symbols: np.ndarray, tables: np.ndarray, freqs: np.ndarray) -> bytes:
@@ -1816,83 +1820,60 @@ def spread_levels(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     columns = np.round(LEVELS_PER_OCTAVE * np.log2((size / 2 ** (rows / LEVELS_PER_OCTAVE)[:, None]).mean(0)))
     return rows.astype(np.int8), columns.astype(np.int8)
 
-def code_tables(rows: np.ndarray, columns: np.ndarray, group: int) -> np.ndarray:
+def code_classes(rows: np.ndarray, columns: np.ndarray, group: int) -> np.ndarray:
     """The class of every code of a tensor, uint8 (R * C), in the classes of its group."""
     levels = rows.astype(np.int16)[:, None] + columns.astype(np.int16)
     return (levels + MIDDLE_CLASS).clip(0, CLASSES - 1).astype(np.uint8).ravel() + np.uint8(group * CLASSES)
 
 def join(parts: Iterable[np.ndarray]) -> np.ndarray:
-    return np.concatenate([*parts, np.empty(0, np.uint8)])
+    return np.concatenate([*(part.view(np.uint8).ravel() for part in parts), np.empty(0, np.uint8)])
 
-class Stream:
-    """Parts, each of symbols (any shape, one byte each) and their tables, joined, with every table's frequencies."""
-    def __init__(self, parts: list[tuple[np.ndarray, np.ndarray]], tables: int) -> None:
-        symbols, used = zip(*parts) if parts else ((), ())
-        self.symbols, self.tables = join(s.view(np.uint8).ravel() for s in symbols), join(used)
-        counts, chunk = np.zeros(256 * tables, np.int64), 2**22
-        for i in range(0, len(self.symbols), chunk):
-            index = self.tables[i:i + chunk].astype(np.int32) * 256 + self.symbols[i:i + chunk]
-            counts += np.bincount(index, minlength=len(counts))
-        self.freqs = frequencies(counts.reshape(tables, 256))
+def plan_side(entries: list[list[Any]]) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """From [name, bits, shape] of each tensor the widths of codes, a group each; the tables of the side stream, uint8
+    (n): rows, columns and steps of a group, last low and high bytes of bf16; and where parts of that stream end."""
+    groups, kinds, lengths = sorted({bits for _, bits, *_ in entries} - {16}), [], []
+    for _, bits, shape, *_ in entries:
+        first = 3 * (groups.index(bits) if bits < 16 else len(groups))
+        lengths += [math.prod(shape)] * 2 if bits == 16 else [shape[0], shape[1], shape[0]]
+        kinds += range(first, first + (2 if bits == 16 else 3))
+    return groups, np.repeat(np.array(kinds, np.uint8), lengths), np.cumsum(lengths, dtype=np.int64)
 
-    def encode(self) -> bytes:
-        return rans_encode(self.symbols, self.tables, self.freqs)
-
-@dataclass
-class Layout:
-    """What the head says of each tensor: [name, bits, shape] and, of codes, the centres of rows, columns and steps."""
-    entries: list[list[Any]]
-    groups = property(lambda self: sorted({entry[1] for entry in self.entries} - {16}))
-    tables = property(lambda self: (3 * len(self.groups) + 2, CLASSES * len(self.groups)))  # of side and of codes
-
-    def side_tables(self, bits: int, kind: int, count: int) -> np.ndarray:
-        """Of rows, columns and steps of a group (kinds 0 to 2), or of low and high bytes of bf16 (kinds 0 and 1)."""
-        group = len(self.groups) if bits == 16 else self.groups.index(bits)
-        return np.full(count, 3 * group + kind, np.uint8)
-
-    def side_counts(self) -> Iterator[tuple[list[Any], list[int]]]:
-        """Each entry with the lengths of its parts of the side stream."""
-        for entry in self.entries:
-            shape = entry[2]
-            yield entry, [math.prod(shape)] * 2 if entry[1] == 16 else [shape[0], shape[1], shape[0]]
-
-def lay_out(tensors: Mapping[str, Tensor], bits: Mapping[str, int]) -> tuple[Layout, Stream, Stream]:
-    """What an artifact of these tensors says of them, its side stream and its codes."""
-    layout, side, codes = Layout([]), [], []
-    shapes = {name: tensors[name if width == 16 else f"{name}.q"].shape for name, width in bits.items()}
-    layout.entries = [[name, width, [*shapes[name]]] for name, width in bits.items()]
-    for entry in layout.entries:
-        name, width, _ = entry
-        if width == 16:
-            parts = [*tensors[name].contiguous().view(torch.int16).numpy().reshape(-1, 1).view(np.uint8).T]
-        else:
-            q = tensors[f"{name}.q"].numpy()
-            rows, columns = spread_levels(q)
-            codes.append((q, code_tables(rows, columns, layout.groups.index(width))))
-            parts = [p.view(np.uint8) for p in (rows, columns, tensors[f"{name}.step"].numpy())]
-            entry.append([int(np.median(p.view(np.int8))) for p in parts])
-            parts = [p - np.uint8(centre & 255) for p, centre in zip(parts, entry[3])]
-        side += [(np.ascontiguousarray(p), layout.side_tables(width, kind, len(p))) for kind, p in enumerate(parts)]
-    return layout, *map(Stream, (side, codes), layout.tables)
-
-def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 of all names, types, shapes and values."""
-    digest = hashlib.sha256()
+def seal(body: bytes, tensors: Mapping[str, Tensor]) -> bytes:
+    """sha256 of the bytes before it and of all names, types, shapes and values that they stand for."""
+    digest = hashlib.sha256(body)
     for name, t in sorted(tensors.items()):
         digest.update(f"{name} {t.dtype} {tuple(t.shape)} ".encode())
         digest.update(t.view(torch.int16 if t.dtype == torch.bfloat16 else t.dtype).numpy().tobytes())
-    return digest.hexdigest()
+    return digest.digest()
 
 def pack_artifact(tensors: Mapping[str, Tensor], bits: Mapping[str, int]) -> bytes:
-    """Magic; the head, zlib of a line of JSON and both streams' tables; the side stream; the codes. Lengths are u32."""
-    layout, side, codes = lay_out(tensors, bits)
-    text = json.dumps({"tensors": layout.entries, "sha256": fingerprint(tensors)}, separators=(",", ":")).encode()
-    freqs = np.concatenate([side.freqs, codes.freqs]).astype("<u2")
-    parts = zlib.compress(text + b"\n" + freqs.tobytes(), 9), side.encode()
-    return MAGIC + b"".join(len(part).to_bytes(4, "little") + part for part in parts) + codes.encode()
+    """Magic; the head, zlib of a line of JSON and both streams' tables; the side stream; the codes; the seal.
 
-def read_head(data: bytes, limit: int) -> tuple[Layout, list[np.ndarray], str, bytes, bytes]:
-    """What the tensors are, checked and of at most `limit` bytes, both streams' tables, the checksum, the streams."""
+    Lengths are u32. The head has [name, bits, shape] of each tensor and, of codes, the centres of what the side stream
+    says of rows, columns and steps."""
+    shapes = {name: tensors[name if width == 16 else f"{name}.q"].shape for name, width in bits.items()}
+    entries, side, codes, classes = [[name, width, [*shapes[name]]] for name, width in bits.items()], [], [], []
+    groups, side_tables, _ = plan_side(entries)
+    for entry in entries:
+        name, width, _ = entry
+        if width == 16:
+            side += [*tensors[name].contiguous().view(torch.int16).numpy().reshape(-1, 1).view(np.uint8).T.copy()]
+        else:
+            codes.append(tensors[f"{name}.q"].numpy())
+            parts = *spread_levels(codes[-1]), tensors[f"{name}.step"].numpy()
+            classes.append(code_classes(*parts[:2], groups.index(width)))
+            entry.append([int(np.median(part)) for part in parts])
+            side += [part.view(np.uint8) - np.uint8(centre & 255) for part, centre in zip(parts, entry[3])]
+    streams = ((join(side), side_tables, 3 * len(groups) + 2), (join(codes), join(classes), CLASSES * len(groups)))
+    freqs = [frequencies(*stream) for stream in streams]
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    head = zlib.compress(text + b"\n" + np.concatenate(freqs).astype("<u2").tobytes(), 9)
+    side_data, code_data = (rans_encode(*stream[:2], table) for stream, table in zip(streams, freqs))
+    body = b"".join([MAGIC, *(len(part).to_bytes(4, "little") + part for part in (head, side_data)), code_data])
+    return body + seal(body, tensors)
+
+def read_head(data: bytes, limit: int) -> tuple[list[list[Any]], np.ndarray, bytes, bytes]:
+    """Entries, checked and of tensors of at most `limit` bytes, the tables, side stream and codes. Or ValueError."""
     parts, position = [], len(MAGIC)
     for _ in range(2):
         end = position + 4 + int.from_bytes(data[position:position + 4], "little")
@@ -1901,45 +1882,44 @@ def read_head(data: bytes, limit: int) -> tuple[Layout, list[np.ndarray], str, b
     if not data.startswith(MAGIC) or position > len(data):
         raise ValueError("it does not start as one, or is cut off")
     codec = zlib.decompressobj()
-    text, _, tables = codec.decompress(parts[0], LARGEST_HEADER).partition(b"\n")
-    head = json.loads(text)
-    layout = Layout(head["tensors"])
-    for name, bits, shape, *_ in layout.entries:
+    text, _, tables = codec.decompress(parts[0], LARGEST_HEAD).partition(b"\n")
+    entries, freqs = json.loads(text), np.frombuffer(tables, "<u2").reshape(-1, 256).astype(np.uint32)
+    for name, bits, shape, *_ in entries:
         if not (isinstance(name, str) and bits in (*range(2, 9), 16) and all(type(n) is int and n >= 0 for n in shape)
                 and (bits == 16 or (len(shape) == 2 and 0 not in shape))):
             raise ValueError(f"no tensor is {name!r} with {bits} bits and shape {shape}")
-    if sum(2 * math.prod(shape) + sum(shape) for _, _, shape, *_ in layout.entries) > limit:
+    if not codec.eof or sum(2 * math.prod(shape) + sum(shape) for _, _, shape, *_ in entries) > limit:
         raise ValueError(f"its tensors have over {limit} bytes")
-    freqs = np.frombuffer(tables, "<u2").reshape(-1, 256).astype(np.uint32)
-    if not codec.eof or len(layout.groups) > 2 or len(freqs) != sum(layout.tables) or (
-            freqs.sum(1) != 2**PRECISION).any():
-        raise ValueError("its tables are not those of its tensors")
-    return layout, np.split(freqs, layout.tables[:1]), head["sha256"], parts[1], data[position:]
+    if (freqs.sum(1) != 2**PRECISION).any():
+        raise ValueError("its tables do not sum to one")
+    return entries, freqs, parts[1], data[position:]
 
 def unpack_artifact(data: bytes, limit: int) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Tensors and bits by name of an artifact, of at most `limit` bytes, or ArtifactError. Nothing in it is run."""
     try:
-        layout, freqs, sha256, side_data, code_data = read_head(data, limit)
-        counts = [(bits, kind, n) for (_, bits, *_), lengths in layout.side_counts() for kind, n in enumerate(lengths)]
-        tables = [layout.side_tables(*count) for count in counts]
-        ends = np.cumsum([len(t) for t in tables])
-        side = iter(np.split(rans_decode(side_data, join(tables), freqs[0]), ends[:-1]))
-        tensors, classes = {}, []
-        for name, bits, shape, *centres in layout.entries:
+        body = data[:-hashlib.sha256().digest_size]
+        entries, freqs, side_data, code_data = read_head(body, limit)
+        groups, side_tables, ends = plan_side(entries)
+        tables = 3 * len(groups) + 2
+        if len(groups) > 2 or len(freqs) != tables + CLASSES * len(groups):
+            raise ValueError("its tables are not those of its tensors")
+        side = iter(np.split(rans_decode(side_data, side_tables, freqs[:tables]), ends))
+        tensors, matrices, classes = {}, [], []
+        for name, bits, shape, *centres in entries:
             if bits == 16:
                 values = np.stack([next(side), next(side)], axis=1).view("<i2").reshape(shape)
                 tensors[name] = torch.from_numpy(values).view(torch.bfloat16)
             else:
                 rows, columns, steps = ((next(side) + np.uint8(c & 255)).view(np.int8) for c in centres[0])
-                classes.append(code_tables(rows, columns, layout.groups.index(bits)))
-                tensors[f"{name}.q"], tensors[f"{name}.step"] = torch.empty(0), torch.from_numpy(steps)
-        ends = np.cumsum([len(c) for c in classes])
-        codes = rans_decode(code_data, join(classes), freqs[1]).view(np.int8)
-        for (name, _, shape, *_), q in zip((e for e in layout.entries if e[1] < 16), np.split(codes, ends[:-1])):
-            tensors[f"{name}.q"] = torch.from_numpy(q.reshape(shape))
-        if fingerprint(tensors) != sha256:
-            raise ValueError("the tensors are not those that were written")
-        return tensors, {name: bits for name, bits, *_ in layout.entries}
+                classes.append(code_classes(rows, columns, groups.index(bits)))
+                matrices.append(torch.empty(shape, dtype=torch.int8))
+                tensors |= {f"{name}.q": matrices[-1], f"{name}.step": torch.from_numpy(steps)}
+        codes = torch.from_numpy(rans_decode(code_data, join(classes), freqs[tables:]).view(np.int8))
+        for t, part in zip(matrices, codes.split([t.numel() for t in matrices])):
+            t.copy_(part.view_as(t))
+        if body + seal(body, tensors) != data:
+            raise ValueError("it is not what was written")
+        return tensors, {name: bits for name, bits, *_ in entries}
     except Exception as error:  # noqa: BLE001 - damaged bytes fail in many ways that mean the same
         raise ArtifactError(f"it is no artifact, or damaged ({type(error).__name__}: {first_line(error)})") from None
 
