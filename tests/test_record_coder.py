@@ -2,7 +2,6 @@
 import hashlib
 import importlib.util
 import json
-import math
 import sys
 import tracemalloc
 import types
@@ -274,30 +273,11 @@ def test_rows_without_a_spread_have_finite_scales():
     weight = torch.zeros(3, 40)
     weight[1] = 0.25
     steps = rec.row_steps(weight, 12.85, 6, 1.0)
-    codes = rec.gptq_codes(weight[None], rec.step_scales(steps)[None], torch.eye(40)[None], 31, 0.1)[0]
+    codes = rec.gptq_codes(weight[None], rec.step_scales(steps)[None], torch.eye(40)[None], 31)[0]
     restored = codes * rec.step_scales(steps)[:, None]
     assert bool((restored[[0, 2]] == 0).all())
     assert (restored[1] - 0.25).abs().max() < 0.05
     assert bool(rec.row_steps(torch.zeros(2, 5), 12.85, 6, 0.5).eq(-127).all())
-
-
-@pytest.mark.parametrize("rounding", [0.05, 0.2, 1.0])
-def test_rounding_takes_the_cheaper_of_the_two_nearest_codes(rounding):
-    generator = torch.Generator().manual_seed(5)
-    weight, scales = torch.randn(1, 30, 200, generator=generator), torch.full((1, 30), 0.4)
-    upper = torch.rand(1, 200, generator=generator).add(0.3).diag_embed()
-    codes = rec.gptq_codes(weight, scales, upper, 31, rounding)
-    value = (weight / scales[..., None]).double()
-    nearest = torch.stack([value.floor(), value.ceil()])
-    deviation = (weight.square().mean(2, keepdim=True).sqrt() / scales[..., None]).double()
-    bits = nearest.abs() * math.sqrt(2) / math.log(2) / deviation  # of a Laplace distribution, but for a constant
-    importance = upper.diagonal(dim1=1, dim2=2).square().double()
-    weights = rounding * (importance / importance.mean())[:, None]
-    cost = (value - nearest).square() + weights * bits
-    found = (value - codes).square() + weights * codes.abs() * math.sqrt(2) / math.log(2) / deviation
-    assert bool(((codes == nearest[0]) | (codes == nearest[1])).all())
-    assert bool((found <= cost.amin(0) + 1e-5).all())
-    assert codes.abs().sum() < value.round().abs().sum()
 
 
 # -- byte budget -------------------------------------------------------------------------------------------------------

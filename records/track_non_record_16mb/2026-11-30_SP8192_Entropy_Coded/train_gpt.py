@@ -162,7 +162,6 @@ class Hyperparameters:
     matrix_clip_sigmas: float = setting(12.85, "a matrix row's RMS deviations at the largest code", above=0)
     embed_clip_sigmas: float = setting(20.0, "the same for a row of a table", above=0)
     clip_row_exponent: float = setting(1.0, "1: a row's scale follows its RMS; 0: the matrix's", least=0, most=1)
-    rounding_lambda: float = setting(0.0, "squared scales of error that a bit of the artifact is worth", least=0)
     gptq_enabled: bool = setting(True, "GPTQ with Hessians from training data; else rounding to the nearest")
     gptq_calibration_batches: int = setting(64, "micro-batches for the Hessians", above=0)
     gptq_reserve_seconds: float = setting(10.0, "part of the cap kept for the Hessians", least=0)
@@ -1625,24 +1624,17 @@ def plain_rounding(columns: int, device: torch.device) -> HessianFactor:
     order = torch.arange(columns, device=device)
     return HessianFactor(torch.eye(columns, device=device), order, torch.zeros_like(order, dtype=torch.bool), 0.0)
 
-def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor, largest: int, rounding: float = 0.0) -> Tensor:
+def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor, largest: int) -> Tensor:
     """Rounds (K, N, C) column by column, each error spread over later columns (GPTQ, Frantar et al. 2023).
 
-    `scales` (K, N) fp32, `upper` (K, C, C); returns integer codes as fp32. All in full fp32, TF32 off. Of the two codes
-    next to a value the one with the least error + `rounding` * bits is taken: the error in squared scales, as the
-    Hessian weighs an average column, and the bits those of a Laplace distribution of the row's spread."""
-    bits_per_code = math.sqrt(2) / math.log(2) * scales / weight.square().mean(dim=2).sqrt().clamp_min(1e-30)
-    weight, importance = weight.clone(), upper.diagonal(dim1=1, dim2=2).square()  # codes take the place of what is done
-    shrink = 0.5 * rounding * importance / importance.mean(dim=1, keepdim=True)
+    `scales` (K, N) fp32, `upper` (K, C, C); returns integer codes in +-`largest` as fp32. All in fp32, TF32 off."""
+    weight = weight.clone()  # the codes take the place of what is done
     for start in range(0, weight.size(2), GPTQ_BLOCK):
         end = start + GPTQ_BLOCK
         block, within = weight[:, :, start:end].clone(), upper[:, start:end, start:end]
         errors = torch.empty_like(block)
         for j in range(block.size(2)):
-            value = block[:, :, j] / scales
-            if rounding:
-                value -= value.sign() * (shrink[:, start + j, None] * bits_per_code).clamp_max(0.5).minimum(value.abs())
-            weight[:, :, start + j] = q = value.round_().clamp_(-largest, largest)
+            weight[:, :, start + j] = q = (block[:, :, j] / scales).round_().clamp_(-largest, largest)
             errors[:, :, j] = error = (block[:, :, j] - q * scales) / within[:, j, j, None]
             block[:, :, j + 1:] -= error[..., None] * within[:, j, None, j + 1:]
         weight[:, :, end:] -= errors @ upper[:, start:end, end:]
@@ -1691,7 +1683,7 @@ class Quantizer:
         steps = [row_steps(w, clip * coarseness, bits, hp.clip_row_exponent) for w, clip in zip(weights, clips)]
         ordered = torch.stack([w.masked_fill(f.dead, 0.0)[:, f.order] for w, f in zip(weights, factors)])
         codes = gptq_codes(ordered, step_scales(torch.stack(steps)), torch.stack([f.upper for f in factors]),
-                           2 ** (bits - 1) - 1, hp.rounding_lambda).to(torch.int8)
+                           2 ** (bits - 1) - 1).to(torch.int8)
         return ((c[:, f.order.argsort()], s) for c, f, s in zip(codes, factors, steps))
 
 class HessianCollector:
