@@ -1640,6 +1640,14 @@ def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor, largest: int) -> T
         weight[:, :, end:] -= errors @ upper[:, start:end, end:]
     return weight
 
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """TF32 off: GPTQ's error feedback needs all 24 bits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
 class Quantizer:
     """Quantises a state dict as often as the byte budget asks for; each rank does its share of the matrices."""
     def __init__(self, state: Mapping[str, Tensor], hessians: Mapping[str, Tensor], hp: Hyperparameters,
@@ -1649,7 +1657,8 @@ class Quantizer:
         self.matrices = [name for name, bits in self.bits.items() if bits < 16]
         self.weights = sum(state[name].numel() for name in self.matrices)
         mine = sorted(self.matrices, key=lambda name: state[name].shape)[world.rank::world.size]  # of every shape
-        found = {n: f for n in mine if n in hessians and (f := factor_hessian(hessians[n])) is not None}
+        with full_precision():
+            found = {n: f for n in mine if n in hessians and (f := factor_hessian(hessians[n])) is not None}
         self._factors = {n: found.get(n) or plain_rounding(state[n].size(1), state[n].device) for n in mine}
         rows = world.gather([found[n].damping if n in found else 0.0 for n in self.matrices])
         damping = {name: max(column) for name, *column in zip(self.matrices, *rows)}
@@ -1660,13 +1669,11 @@ class Quantizer:
     @torch.no_grad()
     def __call__(self, coarseness: float) -> dict[str, Tensor]:
         """CPU tensors in state-dict order: `name` bf16, or codes `name.q` int8 (R, C) and `name.step` int8 (R)."""
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")  # TF32 off: GPTQ's error feedback needs all 24 bits
         done: dict[str, tuple[Tensor, Tensor]] = {}
         for shape, bits in {(self.state[n].shape, self.bits[n]) for n in self._factors}:
             alike = [n for n in self._factors if self.state[n].shape == shape and self.bits[n] == bits]
-            done |= zip(alike, self._quantize(alike, bits, coarseness))
-        torch.set_float32_matmul_precision(precision)
+            with full_precision():
+                done |= zip(alike, self._quantize(alike, bits, coarseness))
         tensors: dict[str, Tensor] = {}
         for name, t in self.state.items():
             if self.bits[name] == 16:
