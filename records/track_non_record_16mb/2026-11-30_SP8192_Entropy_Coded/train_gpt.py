@@ -159,9 +159,9 @@ class Hyperparameters:
     # quantisation and artifact
     matrix_bits: int = setting(6, "bits of a matrix's codes: their range, not their cost", least=2, most=8)
     embed_bits: int = setting(8, "the same of the token table, value embedding and untied head", least=2, most=8)
-    matrix_clip_sigmas: float = setting(12.85, "a matrix row's RMS deviations at the largest code", above=0)
-    embed_clip_sigmas: float = setting(20.0, "the same for a row of a table", above=0)
-    clip_row_exponent: float = setting(1.0, "1: a row's scale follows its RMS; 0: the matrix's", least=0, most=1)
+    matrix_clip_sigmas: float = setting(12.85, "root mean squares of a matrix at its largest code", above=0)
+    embed_clip_sigmas: float = setting(15.0, "the same of a table", above=0)
+    clip_row_exponent: float = setting(0.0, "1: a row's scale follows its RMS; 0: the matrix's", least=0, most=1)
     gptq_enabled: bool = setting(True, "GPTQ with Hessians from training data; else rounding to the nearest")
     gptq_calibration_batches: int = setting(64, "micro-batches for the Hessians", above=0)
     gptq_reserve_seconds: float = setting(10.0, "part of the cap kept for the Hessians", least=0)
@@ -1568,7 +1568,8 @@ def log_validation(log: RunLog, hp: Hyperparameters, step: int, score: Score) ->
 
 # ---- Quantisation ----------------------------------------------------------------------------------------------------
 
-STEPS_PER_OCTAVE = 8  # of row scales: one 4 % off costs under 0.1 % of the error, and a step a third of an fp16's bytes
+STEPS_PER_OCTAVE = 256  # of scales: so fine that the artifact's size follows the clips without jumps
+ROW_STEPS = 32  # rows of a matrix differ by multiples of it: a scale 4 % off costs under 0.1 % of the error
 BF16_MAX_ELEMENTS = 16_384  # smaller tensors and control tensors stay bf16, as which the GPU reads them anyway
 GPTQ_BLOCK = 128
 GPTQ_DAMPING = (0.01, 0.1, 1.0)  # times the mean diagonal; more only when the Hessian does not factor
@@ -1583,13 +1584,15 @@ def is_table(name: str) -> bool:
     return name in ("tok_emb.weight", "lm_head.weight", "ve_shared.embed.weight")
 
 def row_steps(weight: Tensor, clip: float, bits: int, row_exponent: float) -> Tensor:
-    """SDClip (parameter-golf PR 1394): rows of (R, C) reach `clip` root mean squares at the largest code.
+    """Scales of (R, C) as int32 (R), 2 ** (step / STEPS_PER_OCTAVE): the largest code stands for `clip` deviations.
 
-    A scale is 2 ** (step / STEPS_PER_OCTAVE); steps int8 (R). The exponent 0 takes the matrix's RMS, 1 the row's."""
-    square = weight.float().square().mean(dim=1)
-    spread = 0.5 * (row_exponent * square.log2() + (1 - row_exponent) * square.mean().log2())
-    steps = STEPS_PER_OCTAVE * (spread + math.log2(clip / (2 ** (bits - 1) - 1)))
-    return steps.nan_to_num(neginf=-127.0).round().clamp(-127, 127).to(torch.int8)
+    With the exponent 1 they are each row's (SDClip, parameter-golf PR 1394), with 0 the matrix's root mean square: the
+    equal steps that an entropy coder wants when all weights matter alike."""
+    square = weight.float().square().mean(dim=1).clamp(1e-30, 1e30)
+    mean = square.mean()
+    whole = STEPS_PER_OCTAVE * (0.5 * mean.log2() + math.log2(clip / (2 ** (bits - 1) - 1)))
+    rows = (STEPS_PER_OCTAVE / ROW_STEPS * row_exponent * 0.5 * (square / mean).log2()).round().clamp(-60, 60)
+    return (whole.round() + ROW_STEPS * rows).to(torch.int32)
 
 def step_scales(steps: Tensor) -> Tensor:
     return torch.exp2(steps.float() / STEPS_PER_OCTAVE)
@@ -1668,7 +1671,7 @@ class Quantizer:
 
     @torch.no_grad()
     def __call__(self, coarseness: float) -> dict[str, Tensor]:
-        """CPU tensors in state-dict order: `name` bf16, or codes `name.q` int8 (R, C) and `name.step` int8 (R)."""
+        """CPU tensors in state-dict order: `name` bf16, or codes `name.q` int8 (R, C) and `name.step` int32 (R)."""
         done: dict[str, tuple[Tensor, Tensor]] = {}
         for shape, bits in {(self.state[n].shape, self.bits[n]) for n in self._factors}:
             alike = [n for n in self._factors if self.state[n].shape == shape and self.bits[n] == bits]
@@ -1679,7 +1682,7 @@ class Quantizer:
             if self.bits[name] == 16:
                 tensors[name] = t.bfloat16()
             else:  # the sum with the other ranks' zeros hands every result to all ranks
-                empty = (t.new_zeros(shape, dtype=torch.int8) for shape in (t.shape, t.shape[:1]))
+                empty = t.new_zeros(t.shape, dtype=torch.int8), t.new_zeros(t.size(0), dtype=torch.int32)
                 tensors[f"{name}.q"], tensors[f"{name}.step"] = map(self.world.sum, done.get(name, empty))
         return {name: t.cpu().contiguous() for name, t in tensors.items()}
 
@@ -1861,8 +1864,9 @@ def pack_artifact(tensors: Mapping[str, Tensor], bits: Mapping[str, int]) -> byt
             codes.append(tensors[f"{name}.q"].numpy())
             parts = *spread_levels(codes[-1]), tensors[f"{name}.step"].numpy()
             classes.append(code_classes(*parts[:2], groups.index(width)))
-            entry.append([int(np.median(part)) for part in parts])
-            side += [part.view(np.uint8) - np.uint8(centre & 255) for part, centre in zip(parts, entry[3])]
+            entry.append([int(np.sort(part)[len(part) // 2]) for part in parts])
+            units = zip(parts, entry[3], (1, 1, ROW_STEPS))
+            side += [((part.astype(np.int32) - centre) // unit).astype(np.uint8) for part, centre, unit in units]
     streams = ((join(side), side_tables, 3 * len(groups) + 2), (join(codes), join(classes), CLASSES * len(groups)))
     freqs = [frequencies(*stream) for stream in streams]
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -1909,7 +1913,8 @@ def unpack_artifact(data: bytes, limit: int) -> tuple[dict[str, Tensor], dict[st
                 values = np.stack([next(side), next(side)], axis=1).view("<i2").reshape(shape)
                 tensors[name] = torch.from_numpy(values).view(torch.bfloat16)
             else:
-                rows, columns, steps = ((next(side) + np.uint8(c & 255)).view(np.int8) for c in centres[0])
+                units = zip(centres[0], (1, 1, ROW_STEPS))
+                rows, columns, steps = (next(side).view(np.int8).astype(np.int32) * unit + c for c, unit in units)
                 classes.append(code_classes(rows, columns, groups.index(bits)))
                 matrices.append(torch.empty(shape, dtype=torch.int8))
                 tensors |= {f"{name}.q": matrices[-1], f"{name}.step": torch.from_numpy(steps)}
