@@ -61,7 +61,7 @@ def assert_same(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]
 # -- coder -------------------------------------------------------------------------------------------------------------
 
 SHAPES = st.tuples(st.integers(1, 70), st.integers(1, 300))
-FILLS = st.sampled_from(["normal", "zeros", "one value", "one row", "one column", "extremes"])
+FILLS = st.sampled_from(["normal", "zeros", "one value", "one row", "one column", "one loud column", "extremes"])
 
 
 def fill(kind: str, shape: tuple[int, int], largest: int, rng: np.random.Generator) -> np.ndarray:
@@ -74,6 +74,9 @@ def fill(kind: str, shape: tuple[int, int], largest: int, rng: np.random.Generat
         codes[:1] = rng.integers(-largest, largest + 1, shape[1])
     elif kind == "one column":
         codes[:, :1] = rng.integers(-largest, largest + 1, (shape[0], 1))
+    elif kind == "one loud column":
+        codes[:, :1] = largest
+        codes[:1, 1:] = 1
     elif kind == "extremes":
         codes = rng.choice([-largest, largest], shape)
     return np.clip(codes, -largest, largest)

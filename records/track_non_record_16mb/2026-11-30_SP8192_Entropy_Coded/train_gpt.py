@@ -1820,7 +1820,7 @@ def spread_levels(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     size = np.abs(codes.astype(np.float32)) + 0.05  # above 0, so that it has a logarithm
     rows = np.round(LEVELS_PER_OCTAVE * np.log2(size.mean(1)))
     columns = np.round(LEVELS_PER_OCTAVE * np.log2((size / 2 ** (rows / LEVELS_PER_OCTAVE)[:, None]).mean(0)))
-    return rows.astype(np.int8), columns.astype(np.int8)
+    return rows.astype(np.int8), columns.clip(-60, 60).astype(np.int8)  # less their centre they still fit a byte
 
 def code_classes(rows: np.ndarray, columns: np.ndarray, group: int) -> np.ndarray:
     """The class of every code of a tensor, uint8 (R * C), in the classes of its group."""
