@@ -16,10 +16,8 @@ import faulthandler
 import hashlib
 import io
 import json
-import lzma
 import math
 import os
-import pickletools
 import platform
 import re
 import shutil
@@ -27,7 +25,7 @@ import subprocess
 import sys
 import time
 import traceback
-import zipfile
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -166,11 +164,16 @@ class Hyperparameters:
     ema_steps_fraction: float = setting(
         0.06, "horizon of that average as a share of the expected steps (0: EMA_DECAY decides)", least=0, most=1)
     # quantisation and artifact
-    compressor: Literal["brotli", "lzma"] = setting("brotli", "brotli quality 11 or lzma preset 6")
-    gptq_enabled: bool = setting(True, "GPTQ with Hessians from training data; else row search")
+    matrix_bits: int = setting(6, "bits of a matrix's codes: their range, not their cost", least=2, most=8)
+    embed_bits: int = setting(8, "the same of the token table, value embedding and untied head", least=2, most=8)
+    matrix_clip_sigmas: float = setting(12.85, "root mean squares of a matrix at its largest code", above=0)
+    embed_clip_sigmas: float = setting(15.0, "the same of a table", above=0)
+    clip_row_exponent: float = setting(0.0, "1: a row's scale follows its RMS; 0: the matrix's", least=0, most=1)
+    gptq_enabled: bool = setting(True, "GPTQ with Hessians from training data; else rounding to the nearest")
     gptq_calibration_batches: int = setting(64, "micro-batches for the Hessians", above=0)
     gptq_reserve_seconds: float = setting(10.0, "part of the cap kept for the Hessians", least=0)
-    target_total_bytes: int = setting(15_990_000, "code plus artifact over it is quantised coarser (0: off)", least=0)
+    target_total_bytes: int = setting(
+        15_995_000, "code plus artifact: all clips are scaled alike until just under it (0: as they are)", least=0)
     control_tensor_name_patterns: str = setting(
         "attn_scale,mlp_scale,resid_mix,q_gain,skip_weight,skip_gates,ve_layer_scales,ve_shared.scale,attn.gate,lane_mix",
         "parameters that stay fp32 and out of Muon and int8, by part of name")
@@ -1592,46 +1595,34 @@ def log_validation(log: RunLog, hp: Hyperparameters, step: int, score: Score) ->
 
 # ---- Quantisation ----------------------------------------------------------------------------------------------------
 
-INT6_MAX, INT8_MAX = 31, 127
-INT6_CLIP_QUANTILES = (0.9990, 0.9995, 0.9999, 0.99999, 1.0)
-INT8_CLIP_QUANTILE = 0.9999984
-PASSTHROUGH_MAX_ELEMENTS = 65_536  # smaller tensors stay fp16: their share of the artifact is under 1 %
+STEPS_PER_OCTAVE = 256  # of scales: so fine that the artifact's size follows the clips without jumps
+ROW_STEPS = 32  # rows of a matrix differ by multiples of it: a scale 4 % off costs under 0.1 % of the error
+BF16_MAX_ELEMENTS = 16_384  # smaller tensors and control tensors stay bf16, as which the GPU reads them anyway
 GPTQ_BLOCK = 128
 GPTQ_DAMPING = (0.01, 0.1, 1.0)  # times the mean diagonal; more only when the Hessian does not factor
 
-def storage_class(name: str, tensor: Tensor, hp: Hyperparameters) -> str:
-    """How a tensor is stored: passthrough (fp16), passthrough_ctrl (fp32), int6 or int8."""
-    if tensor.numel() <= PASSTHROUGH_MAX_ELEMENTS:
-        return "passthrough"
-    if is_control(name, hp):
-        return "passthrough_ctrl"
-    return "int6" if ".attn." in name or ".mlp." in name or name == "ve_shared.proj.weight" else "int8"
+def storage_bits(name: str, tensor: Tensor, hp: Hyperparameters) -> int:
+    """Bits of a tensor's codes: EMBED_BITS of the tables and the head, MATRIX_BITS of other matrices; 16 is bf16."""
+    if tensor.numel() <= BF16_MAX_ELEMENTS or tensor.ndim != 2 or is_control(name, hp):
+        return 16
+    return hp.embed_bits if is_table(name) else hp.matrix_bits
 
-def row_quantiles(weight: Tensor, quantiles: tuple[float, ...]) -> Tensor:
-    """Quantiles of |w| along each row of (R, C), fp32 (len(quantiles), R); torch.quantile takes 16 million at most."""
-    q = torch.tensor(quantiles, dtype=torch.float32, device=weight.device)
-    parts = weight.float().abs().split(max(1, 2**23 // weight.size(1)))
-    return torch.cat([torch.quantile(part, q, dim=1) for part in parts], dim=1)
-def int6_row_scales(weight: Tensor, coarseness: float) -> Tensor:
-    """Candidate scales of (R, C), a set per clip quantile, fp32 (5, R): the recipe's, rounded to fp16, times that."""
-    clip = row_quantiles(weight, INT6_CLIP_QUANTILES)
-    return ((clip / INT6_MAX).clamp_min(1 / INT6_MAX) * coarseness).half().float()
-def best_candidate(weight: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Of codes (5, R, C) with scales (5, R), the first with the least mean squared error: int8 (R, C), fp16 (R)."""
-    best = int((weight - codes * scales[..., None]).square().mean(dim=(1, 2)).argmin())
-    return codes[best].to(torch.int8), scales[best].half()
-def quantize_int6_rows(weight: Tensor, coarseness: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Row search without a Hessian: (R, C) -> codes int8 in +-31 and scales fp16 (R)."""
-    weight, scales = weight.float(), int6_row_scales(weight, coarseness)
-    codes = (weight / scales[..., None]).round().clamp(-INT6_MAX, INT6_MAX)
-    return best_candidate(weight, codes, scales)
+def is_table(name: str) -> bool:
+    return name in ("tok_emb.weight", "lm_head.weight", "ve_shared.embed.weight")
 
-def quantize_int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(R, C) -> codes int8 in +-127 and scales fp16 (R). Each row is clipped at a quantile; the fp32 scale rounds."""
-    clip = row_quantiles(weight, (INT8_CLIP_QUANTILE,)).T
-    scale = (clip / INT8_MAX).clamp_min(1 / INT8_MAX)
-    codes = (weight.float().clamp(-clip, clip) / scale).round().clamp(-INT8_MAX, INT8_MAX)
-    return codes.to(torch.int8), scale.squeeze(1).half()
+def row_steps(weight: Tensor, clip: float, bits: int, row_exponent: float) -> Tensor:
+    """Scales of (R, C) as int32 (R), 2 ** (step / STEPS_PER_OCTAVE): the largest code stands for `clip` deviations.
+
+    With the exponent 1 they are each row's (SDClip, parameter-golf PR 1394), with 0 the matrix's root mean square: the
+    equal steps that an entropy coder wants when all weights matter alike."""
+    square = weight.float().square().mean(dim=1).clamp(1e-30, 1e30)
+    mean = square.mean()
+    whole = STEPS_PER_OCTAVE * (0.5 * mean.log2() + math.log2(clip / (2 ** (bits - 1) - 1)))
+    rows = (STEPS_PER_OCTAVE / ROW_STEPS * row_exponent * 0.5 * (square / mean).log2()).round().clamp(-60, 60)
+    return (whole.round() + ROW_STEPS * rows).to(torch.int32)
+
+def step_scales(steps: Tensor) -> Tensor:
+    return torch.exp2(steps.float() / STEPS_PER_OCTAVE)
 
 @dataclass(frozen=True)
 class HessianFactor:
@@ -1658,90 +1649,99 @@ def factor_hessian(hessian: Tensor) -> HessianFactor | None:
                 return HessianFactor(upper, order, dead, damping)
     return None
 
-def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor) -> Tensor:
+def plain_rounding(columns: int, device: torch.device) -> HessianFactor:
+    """The factor of an identity, with which GPTQ is rounding to the nearest."""
+    order = torch.arange(columns, device=device)
+    return HessianFactor(torch.eye(columns, device=device), order, torch.zeros_like(order, dtype=torch.bool), 0.0)
+
+def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor, largest: int) -> Tensor:
     """Rounds (K, N, C) column by column, each error spread over later columns (GPTQ, Frantar et al. 2023).
 
-    `scales` (K, N) fp32, `upper` (K, C, C); returns integer codes as fp32. All in full fp32, TF32 off."""
+    `scales` (K, N) fp32, `upper` (K, C, C); returns integer codes in +-`largest` as fp32. All in fp32, TF32 off."""
     weight = weight.clone()  # the codes take the place of what is done
     for start in range(0, weight.size(2), GPTQ_BLOCK):
         end = start + GPTQ_BLOCK
         block, within = weight[:, :, start:end].clone(), upper[:, start:end, start:end]
         errors = torch.empty_like(block)
         for j in range(block.size(2)):
-            weight[:, :, start + j] = q = (block[:, :, j] / scales).round_().clamp_(-INT6_MAX, INT6_MAX)
+            weight[:, :, start + j] = q = (block[:, :, j] / scales).round_().clamp_(-largest, largest)
             errors[:, :, j] = error = (block[:, :, j] - q * scales) / within[:, j, j, None]
             block[:, :, j + 1:] -= error[..., None] * within[:, j, None, j + 1:]
         weight[:, :, end:] -= errors @ upper[:, start:end, end:]
     return weight
 
-def quantize_int6_gptq(weights: list[Tensor], factors: list[HessianFactor],
-                       coarseness: float = 1.0) -> list[tuple[Tensor, Tensor]]:
-    """GPTQ of all matrices of one shape (R, C) at once, the five clip candidates as further rows."""
-    scales = torch.stack([int6_row_scales(w, coarseness) for w in weights])  # (K, 5, R), with dead columns
-    ordered = torch.stack([w.float().masked_fill(f.dead, 0.0)[:, f.order] for w, f in zip(weights, factors)])
-    upper = torch.stack([f.upper for f in factors])
-    codes = gptq_codes(ordered.repeat(1, scales.size(1), 1), scales.flatten(1), upper).unflatten(1, scales.shape[1:])
-    return [best_candidate(w.float(), c[..., f.order.argsort()], s)
-            for w, f, c, s in zip(weights, factors, codes, scales)]
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """TF32 off: GPTQ's error feedback needs all 24 bits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
 
-@dataclass
-class Quantized:
-    """`tensors` and `meta` of an artifact; which matrices GPTQ did, needed more damping for, or could not do."""
-    tensors: dict[str, Tensor]
-    meta: dict[str, Any]
-    gptq: list[str]
-    damped: list[str]
-    fallback: list[str]
+class Quantizer:
+    """Quantises a state dict as often as the byte budget asks for; each rank does its share of the matrices."""
+    def __init__(self, state: Mapping[str, Tensor], hessians: Mapping[str, Tensor], hp: Hyperparameters,
+                 world: World = World()) -> None:
+        self.state, self.hp, self.world = state, hp, world
+        self.bits = {name: storage_bits(name, t, hp) for name, t in state.items()}
+        self.matrices = [name for name, bits in self.bits.items() if bits < 16]
+        self.weights = sum(state[name].numel() for name in self.matrices)
+        mine = sorted(self.matrices, key=lambda name: state[name].shape)[world.rank::world.size]  # of every shape
+        with full_precision():
+            found = {n: f for n in mine if n in hessians and (f := factor_hessian(hessians[n])) is not None}
+        self._factors = {n: found.get(n) or plain_rounding(state[n].size(1), state[n].device) for n in mine}
+        rows = world.gather([found[n].damping if n in found else 0.0 for n in self.matrices])
+        damping = {name: max(column) for name, *column in zip(self.matrices, *rows)}
+        self.gptq = [name for name, value in damping.items() if value]
+        self.damped = [name for name, value in damping.items() if value > GPTQ_DAMPING[0]]
+        self.fallback = [name for name in hessians if not damping[name]]
 
-@torch.no_grad()
-def quantize_state(state: Mapping[str, Tensor], hessians: dict[str, Tensor], hp: Hyperparameters,
-                   coarseness: float = 1.0, world: World = World()) -> Quantized:
-    """Every tensor of a state dict in its storage class, in state-dict order; results are on the CPU."""
-    meta: dict[str, Any] = {name: storage_class(name, t, hp) for name, t in state.items()}
-    int6 = [name for name, kind in meta.items() if kind == "int6"]
-    mine = sorted(int6, key=lambda name: state[name].shape)[world.rank::world.size]  # as many of every shape
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # TF32 off: GPTQ's error feedback needs all 24 bits
-    factors = {n: f for n in mine if n in hessians and (f := factor_hessian(hessians[n])) is not None}
-    done = {n: quantize_int6_rows(state[n], coarseness) for n in mine if n not in factors}
-    for shape in {state[n].shape for n in factors}:
-        alike = [n for n in factors if state[n].shape == shape]
-        done |= zip(alike, quantize_int6_gptq([state[n] for n in alike], [factors[n] for n in alike], coarseness))
-    torch.set_float32_matmul_precision(precision)
-    rows = world.gather([factors[n].damping if n in factors else 0.0 for n in int6])
-    damping = {name: max(column) for name, *column in zip(int6, *rows) if any(column)}  # of what GPTQ did
-    tensors: dict[str, Tensor] = {}
-    for name, t in state.items():
-        kind = meta[name]
-        if kind.startswith("passthrough"):
-            tensors[name] = t.half() if kind == "passthrough" else t.float()
-            continue
-        meta[name] = {"type": kind}
-        if kind == "int8":
-            parts = quantize_int8_rows(t)
-        else:  # the sum with the other ranks' zeros hands every result to all ranks
-            empty = t.new_zeros(t.shape, dtype=torch.int8), t.new_zeros(t.size(0), dtype=torch.float16)
-            parts = [world.sum(part) for part in done.get(name, empty)]
-            meta[name] |= {"method": "gptq" if name in damping else "clip_search"} if hp.gptq_enabled else {}
-        tensors[f"{name}.q"], tensors[f"{name}.scale"] = parts
-    tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
-    damped = [name for name, value in damping.items() if value > GPTQ_DAMPING[0]]
-    return Quantized(tensors, meta, list(damping), damped, [name for name in hessians if name not in damping])
+    @torch.no_grad()
+    def __call__(self, coarseness: float) -> dict[str, Tensor]:
+        """CPU tensors in state-dict order: `name` bf16, or codes `name.q` int8 (R, C) and `name.step` int32 (R)."""
+        done: dict[str, tuple[Tensor, Tensor]] = {}
+        for shape, bits in {(self.state[n].shape, self.bits[n]) for n in self._factors}:
+            alike = [n for n in self._factors if self.state[n].shape == shape and self.bits[n] == bits]
+            with full_precision():
+                done |= zip(alike, self._quantize(alike, bits, coarseness))
+        tensors: dict[str, Tensor] = {}
+        for name, t in self.state.items():
+            if self.bits[name] == 16:
+                tensors[name] = t.bfloat16()
+            else:  # the sum with the other ranks' zeros hands every result to all ranks
+                empty = t.new_zeros(t.shape, dtype=torch.int8), t.new_zeros(t.size(0), dtype=torch.int32)
+                tensors[f"{name}.q"], tensors[f"{name}.step"] = map(self.world.sum, done.get(name, empty))
+        return {name: t.cpu().contiguous() for name, t in tensors.items()}
+
+    def _quantize(self, names: list[str], bits: int, coarseness: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """Codes and steps of matrices of one shape and width, all at once."""
+        hp, factors, weights = self.hp, [self._factors[n] for n in names], [self.state[n].float() for n in names]
+        clips = [hp.embed_clip_sigmas if is_table(n) else hp.matrix_clip_sigmas for n in names]
+        steps = [row_steps(w, clip * coarseness, bits, hp.clip_row_exponent) for w, clip in zip(weights, clips)]
+        ordered = torch.stack([w.masked_fill(f.dead, 0.0)[:, f.order] for w, f in zip(weights, factors)])
+        codes = gptq_codes(ordered, step_scales(torch.stack(steps)), torch.stack([f.upper for f in factors]),
+                           2 ** (bits - 1) - 1).to(torch.int8)
+        return ((c[:, f.order.argsort()], s) for c, f, s in zip(codes, factors, steps))
 
 class HessianCollector:
-    """Sums X^T X of the inputs of every linear that GPTQ will do; c_q, c_k and c_v share their block's input."""
+    """Sums X^T X of the inputs of every matrix that GPTQ will do; c_q, c_k and c_v share their block's input."""
     def __init__(self, model: GPT) -> None:
         self.sums: dict[str, Tensor] = {}  # by the module whose input it is
         self.sources = {f"{name}.weight": re.sub(r"\.c_[qkv]$", "", name) for name, module in model.named_modules()
-                        if name.startswith("blocks.") and isinstance(module, Linear)
-                        and storage_class(f"{name}.weight", module.weight, model.hp) == "int6"}
+                        if isinstance(module, Linear) and name != "lm_head"
+                        and storage_bits(f"{name}.weight", module.weight, model.hp) < 16}
         self._hooks = []
         for source in dict.fromkeys(self.sources.values()):
             owner = re.sub(r"(\.mlp)\.(fc|proj)$", r"\1", source)  # the fused MLP does not call its parts
-            self._hooks.append(model.get_submodule(owner).register_forward_pre_hook(partial(self._add, source)))
+            self._hooks.append(model.get_submodule(owner).register_forward_pre_hook(partial(self._hook, source)))
+        head = "tok_emb" if model.lm_head is None else "lm_head"
+        if storage_bits(f"{head}.weight", model.get_submodule(head).weight, model.hp) < 16:
+            self.sources[f"{head}.weight"] = "head"
 
-    def _add(self, source: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x = leaky_square(module.fc(inputs[0])) if source.endswith(".mlp.proj") else inputs[0]
+    def _hook(self, source: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.add(source, leaky_square(module.fc(inputs[0])) if source.endswith(".mlp.proj") else inputs[0])
+
+    def add(self, source: str, x: Tensor) -> None:
         x = x.flatten(0, -2).float()
         if source not in self.sums:
             self.sums[source] = x.new_zeros(x.size(1), x.size(1))
@@ -1766,7 +1766,7 @@ def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog
     hp, collector, began, slowest = model.hp, HessianCollector(model), clock.seconds, 0.0
     for batches in range(1, hp.gptq_calibration_batches + 1):
         start = clock.seconds
-        model.hidden(data.next()[0])
+        collector.add("head", model.head(model.hidden(data.next()[0]))[0])
         synchronize(world.device)
         slowest = max(slowest, clock.seconds - start)
         if batches < hp.gptq_calibration_batches and 0 < hp.max_wallclock_seconds < clock.seconds + slowest:
@@ -1779,123 +1779,193 @@ def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog
         log(f"GPTQ: Hessians are means over {world.size} ranks; the published script takes those of rank 0")
     return hessians
 
-# ---- Artifact --------------------------------------------------------------------------------------------------------
+# ---- Artifact: an entropy coder that knows each row's and column's spread --------------------------------------------
 
-SHUFFLE_MAGIC = b"BSHF\x02"  # 2: how many apart the bytes are that come to lie side by side
-XZ_MAGIC = b"\xfd7zXZ\x00"
-LARGEST_UNPACKED = 2**30  # bytes; a few kilobytes can unpack to many gigabytes
-BYTES_PER_WEIGHT = {"int6": 0.42, "int8": 0.88, "passthrough": 1.8, "passthrough_ctrl": 3.6}  # in published runs
+MAGIC = b"EC16\x01"
+LARGEST_HEAD = 2**20  # bytes; a few kilobytes can unpack to many gigabytes
+LANES = 512  # coders side by side, so that numpy works on arrays
+PRECISION = 14  # bits of a probability
+LEVELS_PER_OCTAVE = 6  # of spreads: costs 3.5 bits a row or column, and under 0.1 % of the codes' bytes
+CLASSES, MIDDLE_CLASS = 96, 48  # of codes by their spread in those levels; the middle is a mean of 1
+BYTES_PER_WEIGHT = 0.42, 1.5  # of codes and of bf16, for the log's estimate
 
-def entropy_bytes(quantized: Quantized) -> float:
-    """Bytes that an ideal coder without context needs for all codes."""
-    codes = [t.flatten().int() + 128 for name, t in quantized.tensors.items() if name.endswith(".q")]
-    counts = torch.stack([c.bincount(minlength=256) for c in codes]).double()
-    totals = counts.sum(dim=1, keepdim=True)
-    return float((totals * torch.special.entr(counts / totals)).sum() / math.log(256))
+def frequencies(symbols: np.ndarray, tables: np.ndarray, count: int) -> np.ndarray:
+    """How often each of `count` tables has each byte, as integers (count, 256) that sum to 2 ** PRECISION in each row,
+    at least 1 for what occurs. Symbols and their tables are uint8 (n)."""
+    counts, chunk = np.zeros(256 * count, np.int64), 2**22
+    for i in range(0, len(symbols), chunk):
+        index = tables[i:i + chunk].astype(np.int32) * 256 + symbols[i:i + chunk]
+        counts += np.bincount(index, minlength=len(counts))
+    counts = counts.reshape(count, 256)
+    counts[counts.sum(1) == 0, 0] = 1
+    shares = np.maximum((counts << PRECISION) // counts.sum(1, keepdims=True), counts > 0)
+    shares[np.arange(count), shares.argmax(1)] += 2**PRECISION - shares.sum(1)
+    return shares.astype(np.uint32)
 
-def byte_shuffle(data: bytes) -> bytes:
-    """Magic, then bytes 0, 2, 4, ..., then 1, 3, 5, ...: fp16 high bytes compress better side by side."""
-    return data if len(data) < 2 else SHUFFLE_MAGIC + data[::2] + data[1::2]
+def rans_encode(symbols: np.ndarray, tables: np.ndarray, freqs: np.ndarray) -> bytes:
+    """Bytes uint8 (n) whose probabilities are row `tables` (n) of `freqs` (T, 256), as interleaved range ANS
+    (Duda 2013, arXiv:1311.2540; Giesen 2014, arXiv:1402.3392): final states u32, then words u16, little-endian."""
+    starts, flat_freqs = (freqs.cumsum(1, dtype=np.uint32) - freqs).ravel(), freqs.ravel().astype(np.uint64)
+    lanes, words = lane_count(len(symbols)), []
+    states = np.full(lanes, 1 << 16, np.uint64)
+    for begin in reversed(range(0, len(symbols), lanes)):
+        index = tables[begin:begin + lanes].astype(np.int32) * 256 + symbols[begin:begin + lanes]
+        x, f = states[:len(index)], flat_freqs[index]
+        full = x >= f << np.uint64(32 - PRECISION)
+        words.append(x[full].astype("<u2"))  # the low 16 bits
+        x[full] >>= np.uint64(16)
+        quotient = x // f
+        x += quotient * (np.uint64(2**PRECISION) - f) + starts[index]
+    return states.astype("<u4").tobytes() + b"".join(part.tobytes() for part in reversed(words))
 
-def byte_unshuffle(data: bytes) -> bytes:
-    """Inverse of `byte_shuffle`; data without its magic comes back as it is."""
-    if not data.startswith(SHUFFLE_MAGIC):
-        return data
-    body = np.frombuffer(data, np.uint8, offset=len(SHUFFLE_MAGIC))
-    out = np.empty_like(body)
-    out[::2], out[1::2] = np.split(body, [(len(body) + 1) // 2])
-    return out.tobytes()
+def rans_decode(data: bytes, tables: np.ndarray, freqs: np.ndarray) -> np.ndarray:
+    """Inverse of `rans_encode`, integers only. Raises ValueError when the stream does not end where the symbols do."""
+    starts, flat_freqs = (freqs.cumsum(1, dtype=np.uint32) - freqs).ravel(), freqs.ravel()
+    lookup = np.repeat(np.tile(np.arange(256, dtype=np.uint8), len(freqs)), flat_freqs)
+    lanes, position, out = lane_count(len(tables)), 0, np.empty(len(tables), np.uint8)
+    states = np.frombuffer(data, "<u4", lanes).astype(np.uint32)
+    words = np.frombuffer(data, "<u2", offset=4 * lanes).astype(np.uint32)
+    for begin in range(0, len(tables), lanes):
+        table = tables[begin:begin + lanes].astype(np.int32)
+        x = states[:len(table)]
+        slot = x & np.uint32(2**PRECISION - 1)
+        out[begin:begin + lanes] = symbol = lookup[(table << PRECISION) + slot]
+        index = table * 256 + symbol
+        x[:] = flat_freqs[index] * (x >> np.uint32(PRECISION)) + slot - starts[index]
+        low = np.flatnonzero(x < 1 << 16)
+        x[low] = x[low] << np.uint32(16) | words[position:position + len(low)]  # too few are a ValueError
+        position += len(low)
+    if position != len(words) or (states != 1 << 16).any():
+        raise ValueError("a stream does not end where it should")
+    return out
 
-def import_brotli() -> Any:
-    """The module, which only its users need. Raises SetupError."""
-    try:
-        import brotli
-    except ImportError as error:
-        raise SetupError(f"{error}; pip install brotli, or set COMPRESSOR=lzma") from None
-    return brotli
+def lane_count(symbols: int) -> int:
+    return max(1, min(LANES, symbols >> 8))  # a lane costs two bytes
 
-def compress(data: bytes, compressor: str) -> bytes:
-    return lzma.compress(data, preset=6) if compressor == "lzma" else import_brotli().compress(data, quality=11)
+def spread_levels(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes int8 (R, C) -> levels of their spread, a row's int8 (R) and what a column's adds to it int8 (C)."""
+    size = np.abs(codes.astype(np.float32)) + 0.05  # above 0, so that it has a logarithm
+    rows = np.round(LEVELS_PER_OCTAVE * np.log2(size.mean(1)))
+    columns = np.round(LEVELS_PER_OCTAVE * np.log2((size / 2 ** (rows / LEVELS_PER_OCTAVE)[:, None]).mean(0)))
+    return rows.astype(np.int8), columns.clip(-60, 60).astype(np.int8)  # less their centre they still fit a byte
 
-def decompress(data: bytes, limit: int = LARGEST_UNPACKED) -> bytes:
-    """Inverse of `compress`; the format is read from the data. Raises ValueError or the codec's own errors."""
-    if data.startswith(XZ_MAGIC):
-        codec = lzma.LZMADecompressor(lzma.FORMAT_XZ)
-        raw = codec.decompress(data, limit + 1)
-        whole = codec.eof and not codec.unused_data
-    else:
-        codec = import_brotli().Decompressor()
-        raw = codec.process(data, output_buffer_limit=limit + 1)
-        whole = codec.is_finished()
-    if len(raw) > limit or not whole:
-        raise ValueError(f"it is cut off, or it goes on after its end or after {limit} bytes")
-    return raw
+def code_classes(rows: np.ndarray, columns: np.ndarray, group: int) -> np.ndarray:
+    """The class of every code of a tensor, uint8 (R * C), in the classes of its group."""
+    levels = rows.astype(np.int16)[:, None] + columns.astype(np.int16)
+    return (levels + MIDDLE_CLASS).clip(0, CLASSES - 1).astype(np.uint8).ravel() + np.uint8(group * CLASSES)
 
-# What torch.save writes for tensors of int8, fp16, bf16 and fp32 on any device, all strided.
-ARTIFACT_NAMES = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict",
-                  *(f"torch {kind}Storage" for kind in ("Char", "Half", "BFloat16", "Float"))}
-SEAL = "__artifact__"  # an entry of meta that scripts which look tensors up by name pass over
+def join(parts: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([*(part.view(np.uint8).ravel() for part in parts), np.empty(0, np.uint8)])
 
-def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 of all names, types, shapes and values."""
-    digest = hashlib.sha256()
+def plan_side(entries: list[list[Any]]) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """From [name, bits, shape] of each tensor the widths of codes, a group each; the tables of the side stream, uint8
+    (n): rows, columns and steps of a group, last low and high bytes of bf16; and where parts of that stream end."""
+    groups, kinds, lengths = sorted({bits for _, bits, *_ in entries} - {16}), [], []
+    for _, bits, shape, *_ in entries:
+        first = 3 * (groups.index(bits) if bits < 16 else len(groups))
+        lengths += [math.prod(shape)] * 2 if bits == 16 else [shape[0], shape[1], shape[0]]
+        kinds += range(first, first + (2 if bits == 16 else 3))
+    return groups, np.repeat(np.array(kinds, np.uint8), lengths), np.cumsum(lengths, dtype=np.int64)
+
+def seal(body: bytes, tensors: Mapping[str, Tensor]) -> bytes:
+    """sha256 of the bytes before it and of all names, types, shapes and values that they stand for."""
+    digest = hashlib.sha256(body)
     for name, t in sorted(tensors.items()):
-        digest.update(f"{name} {t.dtype} {tuple(t.shape)} ".encode() + t.contiguous().flatten().numpy().tobytes())
-    return digest.hexdigest()
+        digest.update(f"{name} {t.dtype} {tuple(t.shape)} ".encode())
+        digest.update(t.view(torch.int16 if t.dtype == torch.bfloat16 else t.dtype).numpy().tobytes())
+    return digest.digest()
 
-def pack_artifact(quantized: Quantized, compressor: str) -> bytes:
-    buffer, seal = io.BytesIO(), {"format": 1, "sha256": fingerprint(quantized.tensors)}
-    torch.save({"w": quantized.tensors, "m": quantized.meta | {SEAL: seal}}, buffer)
-    return compress(byte_shuffle(buffer.getvalue()), compressor)
+def pack_artifact(tensors: Mapping[str, Tensor], bits: Mapping[str, int]) -> bytes:
+    """Magic; the head, zlib of a line of JSON and both streams' tables; the side stream; the codes; the seal.
 
-def check_pickle(archive: zipfile.ZipFile) -> None:
-    """Raises ValueError for a name that no artifact needs: bytearray(2**40) is a few bytes that ask for a terabyte."""
-    for name in archive.namelist():
-        if name.lower().endswith("data.pkl"):  # as PyTorch looks it up: in any case
-            found = {str(arg) for op, arg, _ in pickletools.genops(archive.read(name)) if "GLOBAL" in op.name}
-            if others := sorted(found - ARTIFACT_NAMES):
-                raise ValueError(f"its pickle names {others[:3]}, which no artifact needs")
+    Lengths are u32. The head has [name, bits, shape] of each tensor and, of codes, the centres of what the side stream
+    says of rows, columns and steps."""
+    shapes = {name: tensors[name if width == 16 else f"{name}.q"].shape for name, width in bits.items()}
+    entries, side, codes, classes = [[name, width, [*shapes[name]]] for name, width in bits.items()], [], [], []
+    groups, side_tables, _ = plan_side(entries)
+    for entry in entries:
+        name, width, _ = entry
+        if width == 16:
+            side += [*tensors[name].contiguous().view(torch.int16).numpy().reshape(-1, 1).view(np.uint8).T.copy()]
+        else:
+            codes.append(tensors[f"{name}.q"].numpy())
+            parts = *spread_levels(codes[-1]), tensors[f"{name}.step"].numpy()
+            classes.append(code_classes(*parts[:2], groups.index(width)))
+            entry.append([int(np.sort(part)[len(part) // 2]) for part in parts])
+            units = zip(parts, entry[3], (1, 1, ROW_STEPS))
+            side += [((part.astype(np.int32) - centre) // unit).astype(np.uint8) for part, centre, unit in units]
+    streams = ((join(side), side_tables, 3 * len(groups) + 2), (join(codes), join(classes), CLASSES * len(groups)))
+    freqs = [frequencies(*stream) for stream in streams]
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    head = zlib.compress(text + b"\n" + np.concatenate(freqs).astype("<u2").tobytes(), 9)
+    side_data, code_data = (rans_encode(*stream[:2], table) for stream, table in zip(streams, freqs))
+    body = b"".join([MAGIC, *(len(part).to_bytes(4, "little") + part for part in (head, side_data)), code_data])
+    return body + seal(body, tensors)
 
-def unpack_artifact(data: bytes, limit: int = LARGEST_UNPACKED) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and meta of an artifact, of at most `limit` bytes, or ArtifactError. No other object is loaded."""
+def read_head(data: bytes, limit: int) -> tuple[list[list[Any]], np.ndarray, bytes, bytes]:
+    """Entries, checked and of tensors of at most `limit` bytes, the tables, side stream and codes. Or ValueError."""
+    parts, position = [], len(MAGIC)
+    for _ in range(2):
+        end = position + 4 + int.from_bytes(data[position:position + 4], "little")
+        parts.append(data[position + 4:end])
+        position = end
+    if not data.startswith(MAGIC) or position > len(data):
+        raise ValueError("it does not start as one, or is cut off")
+    codec = zlib.decompressobj()
+    text, _, tables = codec.decompress(parts[0], LARGEST_HEAD).partition(b"\n")
+    entries, freqs = json.loads(text), np.frombuffer(tables, "<u2").reshape(-1, 256).astype(np.uint32)
+    for name, bits, shape, *_ in entries:
+        if not (isinstance(name, str) and bits in (*range(2, 9), 16) and all(type(n) is int and n >= 0 for n in shape)
+                and (bits == 16 or (len(shape) == 2 and 0 not in shape))):
+            raise ValueError(f"no tensor is {name!r} with {bits} bits and shape {shape}")
+    if not codec.eof or sum(2 * math.prod(shape) + sum(shape) for _, _, shape, *_ in entries) > limit:
+        raise ValueError(f"its tensors have over {limit} bytes")
+    if (freqs.sum(1) != 2**PRECISION).any():
+        raise ValueError("its tables do not sum to one")
+    return entries, freqs, parts[1], data[position:]
+
+def unpack_artifact(data: bytes, limit: int) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Tensors and bits by name of an artifact, of at most `limit` bytes, or ArtifactError. Nothing in it is run."""
     try:
-        raw = io.BytesIO(byte_unshuffle(decompress(data, limit)))
-        archive = zipfile.ZipFile(raw)
-        if sum(item.file_size for item in archive.infolist()) > limit:
-            raise ValueError(f"its files have over {limit} bytes")
-        if broken := archive.testzip():  # brotli has no checksum; torch.load ignores the zip's
-            raise ValueError(f"checksum of {broken} does not match")
-        check_pickle(archive)
-        raw.seek(0)
-        content = torch.load(raw, map_location="cpu", weights_only=True)
-        tensors, meta = dict(content["w"]), dict(content["m"])
-        if sum(t.nbytes for t in tensors.values()) > limit:
-            raise ValueError(f"its tensors have over {limit} bytes")  # a stride of 0 needs no memory before
-        if not all(isinstance(name, str) for name in (*tensors, *meta)):
-            raise TypeError("all names must be text")
-        seal = dict(meta.pop(SEAL, {}))  # others' artifacts have none
-        if seal and (seal["format"] != 1 or seal["sha256"] != fingerprint(tensors)):
-            raise ValueError(f"format {seal['format']} is not 1, or the tensors are not those that were written")
-        return tensors, meta
-    except SetupError:  # no brotli
-        raise
-    except Exception as error:  # noqa: BLE001 - a damaged stream, zip or pickle fails in many ways that mean the same
+        body = data[:-hashlib.sha256().digest_size]
+        entries, freqs, side_data, code_data = read_head(body, limit)
+        groups, side_tables, ends = plan_side(entries)
+        tables = 3 * len(groups) + 2
+        if len(groups) > 2 or len(freqs) != tables + CLASSES * len(groups):
+            raise ValueError("its tables are not those of its tensors")
+        side = iter(np.split(rans_decode(side_data, side_tables, freqs[:tables]), ends))
+        tensors, matrices, classes = {}, [], []
+        for name, bits, shape, *centres in entries:
+            if bits == 16:
+                values = np.stack([next(side), next(side)], axis=1).view("<i2").reshape(shape)
+                tensors[name] = torch.from_numpy(values).view(torch.bfloat16)
+            else:
+                units = zip(centres[0], (1, 1, ROW_STEPS))
+                rows, columns, steps = (next(side).view(np.int8).astype(np.int32) * unit + c for c, unit in units)
+                classes.append(code_classes(rows, columns, groups.index(bits)))
+                matrices.append(torch.empty(shape, dtype=torch.int8))
+                tensors |= {f"{name}.q": matrices[-1], f"{name}.step": torch.from_numpy(steps)}
+        codes = torch.from_numpy(rans_decode(code_data, join(classes), freqs[tables:]).view(np.int8))
+        for t, part in zip(matrices, codes.split([t.numel() for t in matrices])):
+            t.copy_(part.view_as(t))
+        if body + seal(body, tensors) != data:
+            raise ValueError("it is not what was written")
+        return tensors, {name: bits for name, bits, *_ in entries}
+    except Exception as error:  # noqa: BLE001 - damaged bytes fail in many ways that mean the same
         raise ArtifactError(f"it is no artifact, or damaged ({type(error).__name__}: {first_line(error)})") from None
 
-def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def dequantize(tensors: dict[str, Tensor], bits: dict[str, int], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights with the names, shapes and dtypes of `like`. Raises ArtifactError when they belong to another model."""
     remedy = "set the variables that it was trained with"
-    if names := sorted(like.keys() ^ meta.keys()):
+    if names := sorted(like.keys() ^ bits.keys()):
         raise ArtifactError(f"it is of another model, {names[:3]} are not in both; {remedy}")
     state = {}
     for name, target in like.items():
-        whole, shape = isinstance(meta[name], str), target.shape
-        parts = {name: shape} if whole else {f"{name}.q": shape, f"{name}.scale": shape[:1]}
-        for part, needed in parts.items():
-            if (found := tensors[part].shape if part in tensors else None) != needed:
-                raise ArtifactError(f"{part} has shape {found}, this model needs {needed}; {remedy}")
-        value, *scale = (tensors[part].float() for part in parts)
-        state[name] = (value * scale[0][:, None] if scale else value).to(target.dtype)
+        value = tensors[name if bits[name] == 16 else f"{name}.q"].float()
+        if value.shape != target.shape:
+            raise ArtifactError(f"{name} has shape {[*value.shape]}, this model needs {[*target.shape]}; {remedy}")
+        scale = 1.0 if bits[name] == 16 else step_scales(tensors[f"{name}.step"])[:, None]
+        state[name] = (value * scale).to(target.dtype)
         if not bool(state[name].isfinite().all()):
             raise ArtifactError(f"{name} is not finite: the artifact is damaged")
     return state
@@ -1906,7 +1976,10 @@ SUMMARY_FORMATS = {
     "val_bpb": ".8f", "val_loss": ".8f", "pre_quant_val_bpb": ".8f", "int6_val_bpb": ".8f", "train_seconds": ".1f",
     "hessian_seconds": ".1f", "train_data_last_read_seconds": ".1f", "eval_seconds": ".1f", "total_seconds": ".1f",
     "steps": "d", "tokens": "d", "tokens_per_second": ".0f", "peak_memory_mib": "d", "code_bytes": "d",
-    "model_bytes": "d", "total_bytes": "d", "headroom_bytes": "d", "int6_scale_factor": ".4f", "parameters": "d"}
+    "model_bytes": "d", "total_bytes": "d", "headroom_bytes": "d", "clip_factor": ".4f", "parameters": "d"}
+
+BUDGET_MARGIN, BUDGET_PROBES = 10_000, 16  # bytes, tries
+FINEST_CLIP, COARSEST = 6.0, 6.0  # RMS deviations below which clipping costs more than finer codes gain; octaves
 
 class Run:
     """One run on one rank: checks first, then train, write, re-read and score, then the summary."""
@@ -1917,7 +1990,6 @@ class Run:
         self.results: dict[str, Any] = {}
         self.failure: RunError | None = None
         self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
-        compress(b"", hp.compressor)  # raises when its module is missing
         self.val = load_validation(hp, byte_tables(load_tokenizer(hp)))
         self.train_paths = [] if hp.eval_only else check_train_shards(hp)
         if hp.eval_only and not Path(hp.eval_only).is_file():
@@ -1987,7 +2059,7 @@ class Run:
         self.log.record("settings", **texts)
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
         estimate = len(self.source) + sum(
-            t.numel() * BYTES_PER_WEIGHT[storage_class(name, t, hp)] for name, t in self.model.state_dict().items())
+            t.numel() * BYTES_PER_WEIGHT[storage_bits(name, t, hp) > 8] for name, t in self.model.state_dict().items())
         self.log(f"""machine: {world.size} x {device}, PyTorch {torch.__version__}, {choices}
 train_shards: {len(self.train_paths)}
 val_tokens: {self.val.targets}
@@ -1996,7 +2068,7 @@ batch: {hp.train_batch_tokens} tokens = {world.size} ranks x {plan.grad_accum_st
 {plan.micro_sequences} sequences of {hp.train_seq_len}
 tokenizer: {hp.tokenizer_path.stat().st_size} bytes (the rules do not count it)
 model_params:{self.parameters}
-artifact estimate: {estimate / 1e6:.1f} MB of {SIZE_CAP_BYTES / 1e6:.1f} (weight decay decides)
+artifact estimate: {estimate / 1e6:.1f} MB of {SIZE_CAP_BYTES / 1e6:.1f} (clips are scaled to fit)
 sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
 
     def train(self) -> None:
@@ -2043,46 +2115,52 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
 
     def write_artifact(self, hessians: dict[str, Tensor]) -> None:
         """All ranks quantise, rank 0 writes."""
-        quantized, data = self.quantize_to_fit(hessians)
+        quantizer = Quantizer(self.model.state_dict(), hessians, self.hp, self.world)
         if self.hp.gptq_enabled:
-            done, left = len(quantized.gptq), len(quantized.fallback)
-            self.log(f"GPTQ quantization: {done} layers with full GPTQ, {left} fallback to clip-search")
-        for what, names in (("needed more damping", quantized.damped), ("got plain row search", quantized.fallback)):
+            done, left = len(quantizer.gptq), len(quantizer.fallback)
+            self.log(f"GPTQ quantization: {done} layers with full GPTQ, {left} fallback to rounding")
+        for what, names in (("needed more damping", quantizer.damped), ("got plain rounding", quantizer.fallback)):
             if names:
                 self.log(f"WARNING: {len(names)} Hessians did not factor and {what}: {', '.join(names)}")
+        if not all(bool(t.isfinite().all()) for t in quantizer.state.values()):
+            raise DivergedError("weights not finite; lower MATRIX_LR or TIED_EMBED_LR")
+        data = self.quantize_to_fit(quantizer)
         if not self.world.is_main:
             return
         write_file(self.artifact, data)
         with contextlib.suppress(OSError):  # the next run replaces the artifact; under this name the file stays
             os.link(self.artifact, self.logs / f"{self.run_id}.int6.ptz")
-        label, size = f"int6+{self.hp.compressor}", len(data)
+        label, size = f"int{self.hp.matrix_bits}+rans", len(data)
         self.log(f"sha256 of the artifact: {hashlib.sha256(data).hexdigest()}\nSerialized model {label}: {size} bytes\n"
                  f"Total submission size {label}: {size + len(self.source)} bytes")
 
-    def quantize_to_fit(self, hessians: dict[str, Tensor]) -> tuple[Quantized, bytes]:
-        """Quantises and packs; while over TARGET_TOTAL_BYTES, again with coarser int6 scales, the same on every run."""
-        scales, target, state = 1.0, self.hp.target_total_bytes, self.model.state_dict()
-        for _ in range(6):
-            began = time.perf_counter()
-            quantized = quantize_state(state, hessians, self.hp, scales, self.world)
+    def quantize_to_fit(self, quantizer: Quantizer) -> bytes:
+        """Quantises and packs with all clips times a factor, found by secants inside a bracket, with which everything
+        ends less than BUDGET_MARGIN under TARGET_TOTAL_BYTES; the same factor on every rank."""
+        target, octaves, low, high, data = self.hp.target_total_bytes, 0.0, -math.inf, COARSEST, {}
+        finest = min(0.0, math.log2(FINEST_CLIP / self.hp.matrix_clip_sigmas))
+        for _ in range(BUDGET_PROBES):
+            began, factor = time.perf_counter(), 2**octaves
+            tensors = quantizer(factor)
             packing = time.perf_counter()
-            if not all(bool(t.isfinite().all()) for t in quantized.tensors.values()):
-                raise DivergedError("weights not finite or too large for fp16; lower MATRIX_LR or TIED_EMBED_LR")
-            data = pack_artifact(quantized, self.hp.compressor) if self.world.is_main else b""
-            self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s")
-            self.results["int6_scale_factor"] = scales
-            size = self.world.broadcast_object(len(data))
-            total = size + len(self.source)
-            int6 = sum(t.numel() for name, t in state.items() if storage_class(name, t, self.hp) == "int6")
-            if not 0 < target < total or not int6:
+            data[octaves] = pack_artifact(tensors, quantizer.bits) if self.world.is_main else b""
+            total = self.world.broadcast_object(len(data[octaves])) + len(self.source)
+            self.results["clip_factor"] = factor
+            self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s "
+                     f"clips x {factor:.4f}: {total} bytes in all")
+            fits = total <= target
+            if not target or not quantizer.weights or (fits and (total > target - BUDGET_MARGIN or octaves == finest)):
                 break
-            # A try costs 80 s of brotli; the entropy of the codes foretells its size to 0.1 %, in seconds.
-            allowed = entropy_bytes(quantized) - 1.01 * (total - target) - 0.001 * size
-            for _ in range(4):
-                scales = self.world.broadcast_object(scales * 2 ** (8 * (entropy_bytes(quantized) - allowed) / int6))
-                quantized = quantize_state(state, hessians, self.hp, scales, self.world)
-            self.log(f"WARNING: {total} is over TARGET_TOTAL_BYTES={target}; again with scales x {scales:.4f}")
-        return quantized, data
+            low, high = (low, octaves) if fits else (octaves, high)
+            # An octave coarser saves a bit a weight, once the codes spread over several.
+            guess = max(finest, octaves + 8 * (total - target + BUDGET_MARGIN / 2) / quantizer.weights)
+            octaves = guess if low < guess < high else (max(low, finest) + high) / 2
+        else:
+            octaves = high if high in data else max(data)  # the finest that fits, else the coarsest
+            self.results["clip_factor"] = 2**octaves
+            self.log(f"WARNING: no clips end within {BUDGET_MARGIN} bytes of TARGET_TOTAL_BYTES={target}; they are "
+                     f"scaled by {2**octaves:.4f}")
+        return data[octaves]
 
     def score(self) -> None:
         """Scores raw and averaged weights when there was training, then the artifact re-read from disk."""
