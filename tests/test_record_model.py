@@ -26,7 +26,7 @@ from conftest import (
 )
 
 import train_gpt as tg
-from golf import logs
+from golf import logs, trial
 
 SCRIPT = ROOT / "records/track_non_record_16mb/2026-11-30_SP8192_Entropy_Coded/train_gpt.py"
 AS_ROOT = {"muon_row_norm": 0, "polar_express": 0, "warmdown_frac": 0.667, "min_lr": 0, "muon_momentum": 0.99,
@@ -112,10 +112,8 @@ def test_old_values_give_the_roots_gradients_bit_for_bit(rec, model_state):
     assert found[0].keys() == found[1].keys() and all(torch.equal(found[0][n], found[1][n]) for n in found[0])
 
 
-@pytest.mark.parametrize("skip_gates_enabled", [0, 1])
-def test_new_parameters_change_neither_the_start_nor_the_draws_of_the_others(rec, skip_gates_enabled):
-    plain = build(rec, **AS_ROOT, skip_gates_enabled=skip_gates_enabled)
-    gated = build(rec, **{**AS_ROOT, **GATE, **LOOP}, skip_gates_enabled=skip_gates_enabled)
+def test_new_parameters_change_neither_the_start_nor_the_draws_of_the_others(rec):
+    plain, gated = build(rec, **AS_ROOT), build(rec, **{**AS_ROOT, **GATE, **LOOP})
     for name, t in plain.state_dict().items():
         if not name.startswith("skip_"):
             assert torch.equal(gated.state_dict()[name], t), name
@@ -520,6 +518,15 @@ def test_artifact_of_another_loop_is_refused(runs):
     changes = {**WIDE, "run_id": "other", "loop_start": 1}
     refused = run_script(runs["wide"][0], script=SCRIPT, **changes, eval_only="final_model.int6.ptz")
     assert_refused(refused, 6, "of another model", "set the variables that it was trained with")
+
+
+def test_defaults_run_in_a_shallow_model(tmp_path):
+    short = {name.lower(): value for name, value in {**trial.TINY, **trial.SHORT}.items()}
+    result = run_script(new_folder(tmp_path, "shallow"), script=SCRIPT, **short)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for name in ("LOOP_LAYERS=3-5", "PARALLEL_FROM=8"):
+        assert f"WARNING: {name} is set, but the model has only 3 blocks" in result.stdout
+    assert summary_block(result.stdout)["valid"] == "yes"
 
 
 def test_golf_reads_the_log_and_the_tokens_are_counted(runs):

@@ -125,15 +125,12 @@ class Hyperparameters:
     num_kv_heads: int = setting(4, "key and value heads", above=0)
     mlp_mult: float = setting(4.0, "MLP width over model width", above=0)
     xsa_last_n: int = setting(11, "last blocks whose attention output drops its part along the own value", least=0)
-    skip_gates_enabled: bool = setting(True, "learned gates on the skips")
     tie_embeddings: bool = setting(True, "output head = token table")
     logit_softcap: float = setting(30.0, "logits are cap * tanh(z / cap)", above=0)
     rope_base: float = setting(10000.0, "rotary base at the training length", above=0)
     rope_dims: int = setting(16, "rotated dimensions of a head (0: all)", least=0)
-    ln_scale: bool = setting(True, "scale normed inputs of block l by 1 / sqrt(l + 1)")
-    ve_enabled: bool = setting(True, "shared value embedding")
     ve_dim: int = setting(128, "width of the value embedding", above=0)
-    ve_layers: str = setting("9,10", "blocks that add the value embedding")
+    ve_layers: str = setting("9,10", "blocks that add the value embedding (empty: none)")
     qk_gain_init: float = setting(5.0, "initial gain on normed queries")
     attention_gate: bool = setting(True, "a gate on each head's output, from the first channels of its input")
     loop_layers: str = setting("3-5", "first and last block of the loop")
@@ -180,7 +177,7 @@ class Hyperparameters:
 
     # derived
     head_dim = property(lambda hp: hp.model_dim // hp.num_heads)
-    ve_layer_list = property(lambda hp: [int(n) for n in re.findall(r"\d+", hp.ve_layers) if hp.ve_enabled])
+    ve_layer_list = property(lambda hp: [int(n) for n in re.findall(r"\d+", hp.ve_layers)])
     loop_bounds = property(lambda hp: [int(n) for n in hp.loop_layers.split("-")])
     loop_fits = property(lambda hp: hp.loop_bounds[-1] < hp.num_layers)
     loops = property(lambda hp: hp.loop_start < 1 and hp.loop_fits)
@@ -1026,7 +1023,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: int, ops: Operations) -> None:
         super().__init__()
-        self.norm_scale = 1.0 / math.sqrt(layer + 1) if hp.ln_scale else 1.0
+        self.norm_scale = 1.0 / math.sqrt(layer + 1)
         self.attn_scale, self.mlp_scale = (nn.Parameter(torch.ones(hp.model_dim)) for _ in range(2))
         self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, hp.model_dim))
         self.attn = SelfAttention(hp, ops, use_xsa=layer >= hp.num_layers - hp.xsa_last_n)
@@ -1072,7 +1069,7 @@ class GPT(nn.Module):
         self.orders = {False: blocks, True: looped}  # in which blocks are passed, without and with the loop
         skips = len(self.orders[hp.loops]) // 2
         self.skip_weights = nn.Parameter(torch.ones(skips, hp.model_dim))
-        self.skip_gates = nn.Parameter(torch.zeros(skips, hp.model_dim)) if hp.skip_gates_enabled else None
+        self.skip_gates = nn.Parameter(torch.zeros(skips, hp.model_dim))
         lane_mix = torch.tensor([1.1, 1.0, 1.0]).repeat(len(hp.parallel_layers), 2, 1)  # of itself, attention, MLP
         self.lane_mix = nn.Parameter(lane_mix) if hp.parallel_layers else None
         self.tok_emb = nn.Embedding(hp.vocab_size, hp.embedding_dim)
@@ -1095,17 +1092,15 @@ class GPT(nn.Module):
             self.loop_on.fill_(on)
 
     def take_skip(self, keep: Tensor, x: Tensor, skips: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Terms of keep * lerp(weight * skip, x, sigmoid(gate)) or, without gates, keep * (x + weight * skip).
+        """Terms of keep * lerp(weight * skip, x, sigmoid(gate)); without a skip, of keep * x.
 
         Folded factors need three sums over all tokens for their gradients, nested products would need four. Rows count
         from the innermost skip that there can be: with and without the loop the same blocks share one."""
         if not skips:
             return [(keep, x)]
-        row, gate, rest = len(self.skip_weights) - len(skips), 1.0, 1.0
-        if self.skip_gates is not None:
-            gate = torch.sigmoid(self.skip_gates[row])
-            rest = 1 - gate
-        return [(keep * gate, x), (keep * rest * self.skip_weights[row], skips.pop())]
+        row = len(self.skip_weights) - len(skips)
+        gate = torch.sigmoid(self.skip_gates[row])
+        return [(keep * gate, x), (keep * (1 - gate) * self.skip_weights[row], skips.pop())]
 
     def pass_lanes(self, layer: int, lanes: tuple[Tensor, Tensor], x0: Tensor, rope: Rope, value: Tensor | None,
                    first: int) -> tuple[Tensor, Tensor]:
@@ -1405,8 +1400,6 @@ class Gradients:
         for flat, _ in self.groups:
             flat.zero_()
 
-CHECK_WEIGHTS_EVERY = 100  # steps; 0.1 ms on a GPU
-
 class Trainer:
     """The loop: warm-up whose effect is undone, then steps until the cap or the last iteration."""
     def __init__(self, model: GPT, evaluator: Evaluator, train_paths: list[Path], log: RunLog,
@@ -1539,8 +1532,6 @@ class Trainer:
                 self.steps_done, self.tokens_done = step + 1, self.tokens_done + int(share * hp.train_batch_tokens)
                 if hp.train_log_every and (step < 5 or self.steps_done % hp.train_log_every == 0):
                     self._log_step(mean_loss, seconds, factor, data.wait_seconds)
-                if self.steps_done % CHECK_WEIGHTS_EVERY == 0:
-                    self._compare_weights()
                 faulthandler.cancel_dump_traceback_later()
                 if cap and seconds >= cap:
                     break
@@ -1559,15 +1550,6 @@ class Trainer:
         if broken := [rank for rank, loss_here in enumerate(losses) if not math.isfinite(loss_here)]:
             raise DivergedError(f"loss not finite at {where} on ranks {broken}; lower MATRIX_LR or TIED_EMBED_LR")
         return max(seconds), sum(losses) / len(losses)
-
-    def _compare_weights(self) -> None:
-        """Ranks whose weights have drifted apart train a model that none of them has. Raises DivergedError."""
-        weights = self.model.parameters()
-        bits = sum(p.detach().flatten().view(torch.int16).sum(dtype=torch.int64) for p in weights)
-        sums = [row[0] for row in self.world.gather([int(bits) % 2**48])]
-        if wrong := [rank for rank, value in enumerate(sums) if value != sums[0]]:
-            raise DivergedError(f"ranks {wrong} have other weights than rank 0 after step {self.steps_done}: a GPU or "
-                                "link computes wrongly; run elsewhere")
 
     def _log_step(self, loss: float, seconds: float, factor: float, waited: float) -> None:
         step, tokens = self.steps_done, self.tokens_done
