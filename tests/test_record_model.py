@@ -1,0 +1,536 @@
+"""The SP8192 record's training: each technique against a few lines of plain PyTorch; switched off, the root script."""
+import importlib.util
+import json
+import math
+import re
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+import torch.nn.functional as F
+from conftest import (
+    GOLDEN,
+    ROOT,
+    TINY,
+    assert_refused,
+    golden_tensors,
+    new_folder,
+    records,
+    run_script,
+    settings,
+    summary_block,
+    train_losses,
+)
+
+import train_gpt as tg
+from golf import logs, trial
+
+SCRIPT = ROOT / "records/track_non_record_16mb/2026-11-30_SP8192_Entropy_Coded/train_gpt.py"
+AS_ROOT = {"muon_row_norm": 0, "polar_express": 0, "warmdown_frac": 0.667, "min_lr": 0, "muon_momentum": 0.99,
+           "qk_gain_init": 4, "ema_steps_fraction": 0, "attention_gate": 0, "loop_start": 1, "parallel_from": 0}
+GATE, LOOP = {"attention_gate": 1}, {"loop_layers": "1-2", "loop_start": 0.5}
+LANES, EVERYTHING = {"parallel_from": 3}, {"loop_layers": "1-2", "loop_start": 0.5, "parallel_from": 3}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def rec():
+    spec = importlib.util.spec_from_file_location("record_train_gpt", SCRIPT)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+def tiny(rec, **changes):
+    return rec.Hyperparameters.from_env({**TINY, **{name.upper(): str(value) for name, value in changes.items()}})
+
+
+def build(rec, **changes):
+    return rec.build_model(tiny(rec, **changes), rec.Operations(rec.sdpa_attention), CPU, torch.float32)
+
+
+def disturbed(rec, looping=False, **changes):
+    """A model whose parameters all differ from their start: none is 0 or 1, so that each has an effect."""
+    model = build(rec, **changes)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += torch.randn(p.shape, generator=generator) * 0.15
+    model.set_looping(looping)
+    return model
+
+
+def batch(rows=2, length=64):
+    ids = torch.randint(0, 512, (rows, length + 1), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def make_trainer(module, hp, folder, state=None):
+    tables = module.byte_tables(sentencepiece.SentencePieceProcessor(model_file=str(GOLDEN / "tokenizer_512.model")))
+    model = module.build_model(hp, module.Operations(module.sdpa_attention), CPU, torch.float32)
+    if state:
+        model.load_state_dict(state)
+    plan, log = module.plan_batches(hp, 1), module.RunLog(folder, "trace")
+    evaluator = module.Evaluator(hp, plan, module.World(), module.load_validation(hp, tables), model)
+    return module.Trainer(model, evaluator, module.find_shards(hp, "train"), log, module.newton_schulz)
+
+
+# -- switched off, it is the root script -------------------------------------------------------------------------------
+
+
+def test_old_values_give_the_roots_trajectory_bit_for_bit(rec, data_here):
+    short = {"iterations": 6, "max_wallclock_seconds": 0, "warmup_steps": 2, "train_log_every": 1, "val_loss_every": 0,
+             "muon_momentum_warmup_steps": 4}
+    start, weights, averages = golden_tensors("train_trace_start.npz"), [], []
+    for module, hp in ((tg, settings(**short)), (rec, tiny(rec, **AS_ROOT, **short))):
+        folder = data_here / module.__name__
+        folder.mkdir()
+        trainer = make_trainer(module, hp, folder, start)
+        trainer.warm_up()
+        ema = trainer.fit()
+        weights.append({name: t.clone() for name, t in trainer.model.state_dict().items()})
+        averages.append(ema.shadow)
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert all(torch.equal(a, b) for a, b in zip(*averages))
+    lines = (data_here / rec.__name__ / "trace.jsonl").read_text().splitlines()
+    losses = [r["train_loss"] for r in map(json.loads, lines) if r["type"] == "step"]
+    expected = json.loads((GOLDEN / "train_trace.json").read_text())["train_loss_per_step"]
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=2e-4)
+
+
+def test_old_values_give_the_roots_gradients_bit_for_bit(rec, model_state):
+    found = []
+    for module, hp in ((tg, settings()), (rec, tiny(rec, **AS_ROOT))):
+        model = module.build_model(hp, module.Operations(module.sdpa_attention), CPU, torch.float32)
+        model.load_state_dict(model_state)
+        model(*batch()).backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert found[0].keys() == found[1].keys() and all(torch.equal(found[0][n], found[1][n]) for n in found[0])
+
+
+def test_new_parameters_change_neither_the_start_nor_the_draws_of_the_others(rec):
+    plain, gated = build(rec, **AS_ROOT), build(rec, **{**AS_ROOT, **GATE, **LOOP})
+    for name, t in plain.state_dict().items():
+        if not name.startswith("skip_"):
+            assert torch.equal(gated.state_dict()[name], t), name
+    assert torch.equal(plain(*batch()), gated(*batch()))
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def iterate(g, quintics, shrink, row_norm):
+    """Newton-Schulz of one matrix in fp64."""
+    x = g.double()
+    x = x / x.norm(dim=1, keepdim=True) if row_norm else x
+    x = x / (shrink * x.norm())
+    for a, b, c in quintics:
+        x = a * x + b * (x @ x.T) @ x + c * (x @ x.T) @ (x @ x.T) @ x
+    return x
+
+
+@pytest.mark.parametrize("shape", [(48, 80), (80, 48), (64, 64)])
+@pytest.mark.parametrize("row_norm", [False, True])
+@pytest.mark.parametrize("polar_express", [False, True])
+def test_orthogonalization(rec, shape, row_norm, polar_express):
+    g = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 0, shape[0])[:, None]
+    ours = rec.newton_schulz(g, 5, row_norm, polar_express).double()
+    quintics = rec.POLAR_EXPRESS if polar_express else [(3.4445, -4.7750, 2.0315)] * 5
+    for one, matrix in zip(ours, g):
+        expected = iterate(matrix, quintics, 1.02 if polar_express else 1.0, row_norm)
+        assert F.cosine_similarity(one.flatten(), expected.flatten(), dim=0) > 0.998
+        assert (one - expected).norm() <= 6e-2 * expected.norm()
+
+
+def test_polar_express_is_nearer_to_orthogonal(rec):
+    g = torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(0))
+    factors = [rec.newton_schulz(g, 5, True, polar).float() for polar in (False, True)]
+    spreads = [torch.linalg.svdvals(factor).sub(1).abs().max() for factor in factors]
+    assert spreads[1] < 0.16 < 0.25 < spreads[0], spreads
+
+
+def test_zero_rows_and_matrices_stay_zero(rec):
+    g = torch.randn(2, 8, 16)
+    g[0], g[1, 3] = 0, 0
+    out = rec.newton_schulz(g, 5, True, True)
+    assert out.isfinite().all() and not out[0].any() and not out[1, 3].any()
+
+
+def test_muon_normalises_rows_after_nesterov(rec):
+    model, seen = build(rec, **EVERYTHING), []
+
+    def spy(g, **options):
+        seen.append((g.clone(), options))
+        return rec.newton_schulz(g, **options)
+
+    optimizers = rec.Optimizers(model, rec.World(), spy)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    group = optimizers.muon.param_groups[0]
+    before, gradient = group["params"][0].detach().clone(), group["params"][0].grad
+    optimizers.step(1.0, 0.9)
+    nesterov, options = seen[0]
+    torch.testing.assert_close(nesterov[0], gradient * 1.9)
+    assert options == {"steps": 5, "row_norm": True, "polar_express": True}
+    rows, cols = before.shape
+    update = iterate(nesterov[0], rec.POLAR_EXPRESS, 1.02, True) * max(1, rows / cols) ** 0.5
+    expected = before * (1 - 0.02 * 0.085) - 0.02 * update.float()
+    assert (group["params"][0].detach() - expected).abs().max() < 2e-3
+
+
+def test_new_parameters_are_control_tensors(rec):
+    model = build(rec, **EVERYTHING)
+    new = {"lane_mix", *(f"blocks.{n}.attn.gate" for n in range(5))}
+    assert new <= {*rec.parameter_groups(model)["scalar"]} and all(rec.is_control(name, model.hp) for name in new)
+    half = rec.build_model(model.hp, model.ops, CPU, torch.bfloat16)
+    assert all(p.dtype == torch.float32 for name, p in half.named_parameters() if name in new)
+
+
+# -- the average's horizon ---------------------------------------------------------------------------------------------
+
+
+def test_horizon_follows_the_iterations_without_a_cap(rec, data_here):
+    hp = tiny(rec, iterations=500, max_wallclock_seconds=0, ema_steps_fraction=0.1)
+    assert make_trainer(rec, hp, data_here).ema_decay() == pytest.approx(1 - 1 / 50)
+    assert "decay 0.98000 for 500 expected steps" in (data_here / "trace.txt").read_text()
+    (data_here / "trace.txt").unlink()
+    (data_here / "trace.jsonl").unlink()
+    assert make_trainer(rec, tiny(rec, ema_steps_fraction=0, ema_decay=0.25), data_here).ema_decay() == 0.25
+
+
+def test_horizon_follows_the_cap_and_the_speeds_of_the_warm_up(rec, data_here):
+    hp = tiny(rec, **LOOP, max_wallclock_seconds=110, gptq_reserve_seconds=10, ema_steps_fraction=0.1, batch_ramp=0.25)
+    trainer = make_trainer(rec, hp, data_here)
+    trainer.step_seconds = {False: 0.1, True: 0.2}
+    steps = 25 / 0.05 + 25 / 0.1 + 50 / 0.2
+    assert trainer.expected_steps() == pytest.approx(steps, rel=1e-3)
+    assert trainer.ema_decay() == pytest.approx(1 - 1 / (0.1 * steps), rel=1e-4)
+
+
+def test_warm_up_times_both_graphs_and_leaves_no_trace(rec, data_here):
+    hp = tiny(rec, **EVERYTHING, max_wallclock_seconds=60, warmup_steps=4)
+    trainer = make_trainer(rec, hp, data_here)
+    before = {name: t.clone() for name, t in trainer.model.state_dict().items()}
+    trainer.warm_up()
+    assert {*trainer.step_seconds} == {False, True} and 0 < trainer.step_seconds[False] < trainer.step_seconds[True] < 5
+    assert all(torch.equal(t, before[name]) for name, t in trainer.model.state_dict().items())
+    assert not trainer.model.looping and not trainer.optimizers.muon.state and trainer.clock.seconds == 0
+
+
+# -- the model against its definition ----------------------------------------------------------------------------------
+
+
+def definition(model, ids, order):
+    """The last hidden states, from the published formulas, a pass after another."""
+    hp, p = model.hp, dict(model.named_parameters())
+    batch, length = ids.shape
+    heads, kv_heads, width = hp.num_heads, hp.num_kv_heads, hp.head_dim
+
+    def norm(x):
+        return x * (x.square().mean(-1, keepdim=True) + 2**-23).rsqrt()
+
+    def rotated(x):
+        half = hp.rope_dims // 2
+        angle = torch.arange(length)[:, None, None] * 10000.0 ** (-torch.arange(half) / half)
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat([a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin(), rest], -1)
+
+    def attention(x, layer):
+        name = f"blocks.{layer}.attn."
+        q, k, v = ((x @ p[f"{name}c_{part}.weight"].T).view(batch, length, -1, width) for part in "qkv")
+        if layer in hp.ve_layer_list:
+            values = p["ve_shared.embed.weight"][ids] @ p["ve_shared.proj.weight"].T * p["ve_shared.scale"]
+            v = v + (values * p[f"ve_layer_scales.{hp.ve_layer_list.index(layer)}"]).view_as(v)
+        q, k = rotated(norm(q)) * p[f"{name}q_gain"][:, None], rotated(norm(k))
+        out = []
+        for head in range(heads):
+            key, value = k[:, :, head // (heads // kv_heads)], v[:, :, head // (heads // kv_heads)]
+            scores = q[:, :, head] @ key.mT / math.sqrt(width)
+            y = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf).softmax(-1) @ value
+            along = value / value.norm(dim=-1, keepdim=True)
+            y = y - (y * along).sum(-1, keepdim=True) * along
+            if hp.attention_gate:
+                y = y * 2 * torch.sigmoid(x[..., :12] @ p[f"{name}gate"][head])[..., None]
+            out.append(y)
+        return torch.cat(out, -1) @ p[f"{name}proj.weight"].T * p[f"blocks.{layer}.attn_scale"]
+
+    def feed_forward(x, layer):
+        hidden = F.leaky_relu(x @ p[f"blocks.{layer}.mlp.fc.weight"].T, 0.5) ** 2
+        return hidden @ p[f"blocks.{layer}.mlp.proj.weight"].T * p[f"blocks.{layer}.mlp_scale"]
+
+    x = x0 = norm(p["tok_emb.weight"][ids])
+    stack, half, other = [], len(order) // 2, None
+    for place, layer in enumerate(order):
+        keep, add = p[f"blocks.{layer}.resid_mix"]
+        scale, parallel = 1 / math.sqrt(layer + 1), hp.parallel_from and layer >= hp.parallel_from
+        if parallel and other is None:
+            other = x  # skips go into the first lane only
+        if place >= half and stack:
+            row = len(p["skip_weights"]) - len(stack)
+            x = torch.lerp(p["skip_weights"][row] * stack.pop(), x, torch.sigmoid(p["skip_gates"][row]))
+        if parallel:
+            a, m = attention(norm(keep * x + add * x0) * scale, layer), feed_forward(norm(other) * scale, layer)
+            first, second = p["lane_mix"][layer - hp.parallel_from]
+            x = first[0] * x + first[1] * a + first[2] * m
+            other = second[0] * other + second[1] * a + second[2] * m
+            continue
+        x = keep * x + add * x0
+        x = x + attention(norm(x) * scale, layer)
+        x = x + feed_forward(norm(x) * scale, layer)
+        if place < half:
+            stack.append(x)
+    return norm(x if other is None else (x + other) / 2)
+
+
+ORDERS = {False: [0, 1, 2, 3, 4], True: [0, 1, 2, 1, 2, 1, 2, 3, 4]}
+
+
+@pytest.mark.parametrize(("changes", "looping"), [
+    ({**AS_ROOT, **GATE}, False), ({**AS_ROOT, **LOOP}, False), ({**AS_ROOT, **LOOP}, True),
+    ({**AS_ROOT, **LANES}, False), (EVERYTHING, False), (EVERYTHING, True)])
+def test_forward_and_gradients_equal_the_definition(rec, changes, looping):
+    model = disturbed(rec, looping, **changes)
+    ids, targets = batch()
+    names, parameters = zip(*model.named_parameters())
+    logits = 30 * torch.tanh(definition(model, ids, ORDERS[looping]) @ model.tok_emb.weight.T / 30)
+    expected_loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss = model(ids, targets)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
+    expected = torch.autograd.grad(expected_loss, parameters, materialize_grads=True)
+    ours = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    for name, one, other in zip(names, ours, expected):
+        assert (one - other).norm() <= 2e-4 * other.norm() + 1e-7, name
+        assert other.abs().max() > 0 or (name.startswith("skip_") and not looping), name
+
+
+def test_published_order_of_the_default_loop(rec):
+    model = build(rec, num_layers=11, xsa_last_n=11)
+    assert model.orders[True] == [0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert model.skip_weights.shape == (8, 32) and model.lane_mix.shape == (3, 2, 3)
+    assert torch.equal(model.lane_mix[0], torch.tensor([[1.1, 1, 1], [1.1, 1, 1]]).float())
+
+
+@pytest.mark.parametrize("looping", [False, True])
+def test_outer_blocks_keep_their_skips_when_the_loop_comes_on(rec, looping):
+    model, seen = build(rec, num_layers=11, xsa_last_n=11), {}
+    take = model.take_skip
+
+    def spy(keep, x, skips):
+        if skips:
+            seen[len(skips)] = len(model.skip_weights) - len(skips)
+        return take(keep, x, skips)
+
+    model.take_skip = spy
+    model.set_looping(looping)
+    model(*batch())
+    assert seen == {left: 8 - left for left in range(1, 9 if looping else 6)}
+
+
+@pytest.mark.parametrize("looping", [False, True])
+def test_compiled_without_a_break_it_gives_the_same(rec, looping):
+    model = disturbed(rec, not looping, **EVERYTHING)
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+    other = compiled(*batch())
+    model.set_looping(looping)  # the graph of the other mode must not be used again
+    torch.testing.assert_close(compiled(*batch()), model(*batch()))
+    assert compiled(*batch()) != other
+
+
+def test_bf16_forward_and_backward(rec):
+    model = rec.build_model(tiny(rec, **EVERYTHING), rec.Operations(rec.sdpa_attention), CPU, torch.bfloat16)
+    model.set_looping(True)
+    loss = model(*batch())
+    loss.backward()
+    assert loss.dtype == torch.float32 and abs(loss.item() - math.log(512)) < 0.1
+    assert model.blocks[0].attn.gate.grad.dtype == torch.float32 and model.lane_mix.grad.isfinite().all()
+
+
+# -- causality and evaluation ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("looping", [False, True])
+def test_no_position_sees_the_future(rec, looping):
+    model = disturbed(rec, looping, **EVERYTHING)
+    ids, _ = batch()
+    poisoned = ids.clone()
+    poisoned[:, 40:] = (poisoned[:, 40:] + 17) % 512
+    with torch.no_grad():
+        one, other = model.hidden(ids), model.hidden(poisoned)
+    torch.testing.assert_close(one[:, :40], other[:, :40], rtol=0, atol=1e-6)
+    assert ((one - other)[:, 40:].abs().amax(-1) > 1e-3).all()
+
+
+@pytest.mark.parametrize("looping", [False, True])
+@pytest.mark.parametrize("changes", [{**AS_ROOT, **LOOP}, EVERYTHING])
+def test_scored_positions_alone_equal_the_full_forward(rec, looping, changes):
+    model = disturbed(rec, looping, **changes)
+    with torch.no_grad():
+        torch.testing.assert_close(model.hidden(batch()[0], 48), model.hidden(batch()[0])[:, 48:], rtol=0, atol=1e-5)
+
+
+def test_sliding_evaluation_equals_a_full_forward_per_window(rec, data_here):
+    hp = tiny(rec, **EVERYTHING)
+    evaluator = make_trainer(rec, hp, data_here).evaluator
+    evaluator.loss_function = model = disturbed(rec, True, **EVERYTHING)
+    tokens, total = torch.from_numpy(evaluator.val.tokens.astype(np.int64)), 0.0
+    starts = range(0, evaluator.val.targets - 64 + 16, 16)
+    with torch.no_grad():
+        for start in starts:
+            window = tokens[start : start + 65][None]
+            losses = model(window[:, :-1], window[:, 1:], reduction="none")[0]
+            total += losses[0 if start == 0 else 48 :].double().sum().item()
+    assert evaluator.sliding().val_loss == pytest.approx(total / evaluator.val.targets, rel=1e-6)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def losses_of(rec, folder, **changes):
+    """Losses and modes of six steps, and the model after them."""
+    folder.mkdir()
+    hp = tiny(rec, **{**EVERYTHING, "iterations": 6, "max_wallclock_seconds": 0, "warmup_steps": 1,
+                      "train_log_every": 1, "val_loss_every": 0, "matrix_lr": 0.2, **changes})
+    trainer, modes = make_trainer(rec, hp, folder), []
+    trainer.warm_up()
+    step = trainer.step
+    trainer.step = lambda *args: modes.append(trainer.model.looping) or step(*args)
+    trainer.fit()
+    return train_losses_of(folder), modes, trainer
+
+
+def train_losses_of(folder):
+    steps = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+    return [r["train_loss"] for r in steps if r["type"] == "step"]
+
+
+def test_loop_comes_on_at_its_share_of_the_run(rec, data_here):
+    losses, modes, trainer = losses_of(rec, data_here / "half")
+    never, _, plain = losses_of(rec, data_here / "never", loop_start=0.99)
+    always, all_modes, _ = losses_of(rec, data_here / "always", loop_start=0)
+    assert modes == [False] * 3 + [True] * 3 and all_modes == [True] * 6
+    assert losses[:3] == never[:3] and losses[3] != never[3] and always[1] != losses[1]
+    assert "looping: on from step 4, at 50.0% of the run" in (data_here / "half/trace.txt").read_text()
+    assert "before LOOP_START=0.99" in (data_here / "never/trace.txt").read_text()
+    assert trainer.model.loop_on.item() == 1 and plain.model.loop_on.item() == 0
+
+
+def test_weights_say_whether_the_loop_was_on(rec):
+    for on in (True, False):
+        model, other = disturbed(rec, on, **EVERYTHING), disturbed(rec, not on, **EVERYTHING)
+        other.load_state_dict(model.state_dict())
+        assert other.looping is on and torch.equal(other(*batch()), model(*batch()))
+
+
+def test_loop_comes_on_by_the_clock(rec, data_here):
+    hp = tiny(rec, **EVERYTHING, max_wallclock_seconds=3, gptq_reserve_seconds=0, warmup_steps=2, train_log_every=1,
+              val_loss_every=0)
+    trainer = make_trainer(rec, hp, data_here)
+    trainer.warm_up()
+    trainer.fit()
+    share = float(re.search(r"looping: on from step \d+, at ([\d.]+)%", (data_here / "trace.txt").read_text())[1])
+    assert 50 <= share < 80 and trainer.model.looping
+
+
+def test_half_a_batch_is_the_mean_over_half_the_micro_batches(rec, data_here):
+    hp = tiny(rec, **EVERYTHING, train_batch_tokens=1024, micro_batch_tokens=256, batch_ramp=0.5, grad_clip_norm=0)
+    trainer = make_trainer(rec, hp, data_here)
+    model = build(rec, **EVERYTHING)
+    loader = rec.CoprimeLoader(trainer.train_paths, 64, trainer.plan.draw_windows, vocab_size=512)
+    parts = [model(*map(torch.from_numpy, loader.next_batch())) for _ in range(2)]
+    expected = torch.autograd.grad(sum(parts) / 2, [*model.parameters()], materialize_grads=True)
+    trainer.optimizers.step = lambda *_: None
+    with trainer.on_the_clock() as data:
+        assert trainer.step(data, 0, 1.0, 0.5)() == pytest.approx(sum(parts).item() / 2, abs=1e-6)
+    for (name, p), gradient in zip(trainer.model.named_parameters(), expected):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_ramp_counts_its_tokens(rec, data_here):
+    _, _, trainer = losses_of(rec, data_here / "ramp", batch_ramp=0.5)
+    assert trainer.tokens_done == 3 * 512 + 3 * 1024
+
+
+def test_ramp_needs_an_even_number_of_micro_batches(rec):
+    with pytest.raises(rec.SetupError, match=r"MICRO_BATCH_TOKENS to one of \[64, 128, 256, 512\]"):
+        rec.plan_batches(tiny(rec, batch_ramp=0.5, micro_batch_tokens=1024), 1)
+
+
+@pytest.mark.parametrize(("changes", "part"), [
+    ({"loop_layers": "5"}, "LOOP_LAYERS='5' must be FIRST-LAST"),
+    ({"loop_layers": "2-1"}, "LOOP_LAYERS='2-1' must be FIRST-LAST"),
+    ({"loop_layers": "1-3", "parallel_from": 3}, "before PARALLEL_FROM=3"),
+    ({"parallel_from": 1}, "PARALLEL_FROM=1 must be 0 or in the second half of NUM_LAYERS=5, from 2 on"),
+    ({"muon_backend_steps": 6}, "MUON_BACKEND_STEPS=6 must be at most 5 with POLAR_EXPRESS=1"),
+    ({"warmup_steps": 1}, "WARMUP_STEPS=1 must be at least 2")])
+def test_settings_that_do_not_fit_are_refused(rec, changes, part):
+    with pytest.raises(rec.SetupError, match=re.escape(part)):
+        tiny(rec, **changes)
+
+
+def test_a_shallow_model_says_what_it_has_no_blocks_for(rec):
+    assert [note.split("=")[0] for note in tiny(rec).unused] == ["LOOP_LAYERS", "PARALLEL_FROM"]
+    assert tiny(rec, loop_start=1, parallel_from=0).unused == tiny(rec, **EVERYTHING).unused == []
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+FULL = {**EVERYTHING, "run_id": "r", "train_batch_tokens": 4096, "iterations": 8, "batch_ramp": 0.25,
+        "ema_steps_fraction": 0.25}
+WIDE = {**FULL, "model_dim": 160, "embedding_dim": 160}  # its MLP has matrices that GPTQ does
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    base = tmp_path_factory.mktemp("record")
+    folders = {name: new_folder(base, name) for name in ("one", "two", "wide")}
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    calls = {"one": partial(run_script, folders["one"], **FULL, micro_batch_tokens=512),
+             "two": partial(run_script, folders["two"], launcher=launcher, **FULL, micro_batch_tokens=256),
+             "wide": partial(run_script, folders["wide"], **WIDE, micro_batch_tokens=512)}
+    return {name: (folders[name], call(script=SCRIPT)) for name, call in calls.items()}
+
+
+def test_two_ranks_agree_with_one(runs):
+    for _, result in runs.values():
+        assert result.returncode == 0, result.stdout + result.stderr
+    one, two = (train_losses(runs[name][0], "r") for name in ("one", "two"))
+    assert len(one) == 8
+    np.testing.assert_allclose(two, one, rtol=0, atol=1e-4)
+    scores = [{r["name"]: r["val_loss"] for r in records(runs[n][0], "r", "evaluation")} for n in ("one", "two")]
+    assert scores[0] == pytest.approx(scores[1], abs=2e-4)
+    switches = [re.search(r"looping: on from step (\d+)", result.stdout)[1] for _, result in runs.values()]
+    assert switches == ["5"] * 3
+
+
+def test_artifact_scores_alone_as_after_training(runs):
+    folder, result = runs["wide"]
+    again = run_script(folder, script=SCRIPT, **{**WIDE, "run_id": "again"}, eval_only="final_model.int6.ptz")
+    assert again.returncode == 0, again.stderr
+    first, second = summary_block(result.stdout), summary_block(again.stdout)
+    assert first["val_bpb"] == second["val_bpb"] and first["int6_val_bpb"] == second["int6_val_bpb"]
+
+
+def test_artifact_of_another_loop_is_refused(runs):
+    changes = {**WIDE, "run_id": "other", "loop_start": 1}
+    refused = run_script(runs["wide"][0], script=SCRIPT, **changes, eval_only="final_model.int6.ptz")
+    assert_refused(refused, 6, "of another model", "set the variables that it was trained with")
+
+
+def test_defaults_run_in_a_shallow_model(tmp_path):
+    short = {name.lower(): value for name, value in {**trial.TINY, **trial.SHORT}.items()}
+    result = run_script(new_folder(tmp_path, "shallow"), script=SCRIPT, **short)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for name in ("LOOP_LAYERS=3-5", "PARALLEL_FROM=8"):
+        assert f"WARNING: {name} is set, but the model has only 3 blocks" in result.stdout
+    assert summary_block(result.stdout)["valid"] == "yes"
+
+
+def test_golf_reads_the_log_and_the_tokens_are_counted(runs):
+    folder, _ = runs["one"]
+    log, summary = logs.read_log(folder / "logs/r.txt"), records(folder, "r", "summary")[0]
+    assert log.valid and log.code_bytes == len(SCRIPT.read_bytes()) and log.settings["loop_layers"] == "1-2"
+    assert summary["tokens"] == 2 * 2048 + 6 * 4096
