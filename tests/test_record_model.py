@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+import time
 from functools import partial
 
 import numpy as np
@@ -219,6 +220,19 @@ def test_warm_up_times_both_graphs_and_leaves_no_trace(rec, data_here):
     assert {*trainer.step_seconds} == {False, True} and 0 < trainer.step_seconds[False] < trainer.step_seconds[True] < 5
     assert all(torch.equal(t, before[name]) for name, t in trainer.model.state_dict().items())
     assert not trainer.model.looping and not trainer.optimizers.muon.state and trainer.clock.seconds == 0
+
+
+def test_first_steps_of_a_graph_do_not_count_into_its_speed(rec, data_here):
+    trainer, seen = make_trainer(rec, tiny(rec, **EVERYTHING, max_wallclock_seconds=60, warmup_steps=4), data_here), []
+
+    def step(*_):
+        seen.append(trainer.model.looping)
+        time.sleep(0.5 if seen.count(seen[-1]) == 1 else 0.1 if seen[-1] else 0.05)  # the first one compiles
+        return lambda: 1.0
+
+    trainer.step = step
+    trainer.warm_up()
+    assert trainer.step_seconds == pytest.approx({False: 0.05, True: 0.1}, rel=0.3)
 
 
 # -- the model against its definition ----------------------------------------------------------------------------------
