@@ -205,7 +205,7 @@ def auto_command(args: argparse.Namespace) -> int:
     if len(set(gpus)) < len(gpus) or args.iterations < 1 or args.plateau < 1:
         raise ValueError(f"gpus {args.gpus or '-'}, iterations {args.iterations}, plateau {args.plateau}: need "
                          "different GPUs and at least 1 of the others")
-    if len(gpus) > 1:  # on 32 cores four runs took 4 minutes to their first line, three with 4 threads 71 s to their first step
+    if len(gpus) > 1:  # on 32 cores four runs took 4 minutes to their first line; three with 4 threads each 71 s
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(gpus))))
     with opened(find_root()) as loop:
         names = [name.upper() for name in args.settings.split(",") if name]
