@@ -204,10 +204,11 @@ def test_horizon_follows_the_iterations_without_a_cap(rec, data_here):
 
 
 def test_horizon_follows_the_cap_and_the_speeds_of_the_warm_up(rec, data_here):
-    hp = tiny(rec, **LOOP, max_wallclock_seconds=110, gptq_reserve_seconds=10, ema_steps_fraction=0.1, batch_ramp=0.25)
+    hp = tiny(rec, **LOOP, max_wallclock_seconds=110, gptq_reserve_seconds=10, ema_steps_fraction=0.1, batch_ramp=0.25,
+              context_ramp=0.1)
     trainer = make_trainer(rec, hp, data_here)
-    trainer.step_seconds = {False: 0.1, True: 0.2}
-    steps = 25 / 0.05 + 25 / 0.1 + 50 / 0.2
+    trainer.step_seconds = {(False, 32): 0.08, (False, 64): 0.1, (True, 64): 0.2}
+    steps = 10 / 0.04 + 15 / 0.05 + 25 / 0.1 + 50 / 0.2
     assert trainer.expected_steps() == pytest.approx(steps, rel=1e-3)
     assert trainer.ema_decay() == pytest.approx(1 - 1 / (0.1 * steps), rel=1e-4)
 
@@ -223,22 +224,23 @@ class SteppedTime:
         return self.now
 
     def timed_step(self, *args):
-        result, looping = self.step(*args), self.trainer.model.looping
-        self.now += 0.02 * (1 + looping) + (looping not in self.seen)
-        self.seen.add(looping)
+        result, mode = self.step(*args), self.trainer.mode
+        self.now += 0.02 * (1 + mode[0]) * mode[1] / 64 + (mode not in self.seen)
+        self.seen.add(mode)
         return result
 
     def __getattr__(self, name):
         return getattr(time, name)
 
 
-def test_warm_up_times_both_graphs_and_leaves_no_trace(rec, data_here, monkeypatch):
-    hp = tiny(rec, **EVERYTHING, max_wallclock_seconds=60, warmup_steps=4)
+def test_warm_up_times_all_graphs_and_leaves_no_trace(rec, data_here, monkeypatch):
+    hp = tiny(rec, **EVERYTHING, context_ramp=0.25, max_wallclock_seconds=60, warmup_steps=4)
     trainer = make_trainer(rec, hp, data_here)
     monkeypatch.setattr(rec, "time", SteppedTime(trainer))
     before = {name: t.clone() for name, t in trainer.model.state_dict().items()}
     trainer.warm_up()
-    assert trainer.step_seconds == pytest.approx({False: 0.02, True: 0.04})  # without the first, which compiles
+    assert trainer.step_seconds == pytest.approx(  # without the first, which compiles
+        {(False, 32): 0.01, (False, 64): 0.02, (True, 64): 0.04})
     assert all(torch.equal(t, before[name]) for name, t in trainer.model.state_dict().items())
     assert not trainer.model.looping and not trainer.optimizers.muon.state and trainer.clock.seconds == 0
 
@@ -472,6 +474,32 @@ def test_half_a_batch_is_the_mean_over_half_the_micro_batches(rec, data_here):
         torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-7, msg=name)
 
 
+def test_context_ramp_cuts_its_sequences(rec, data_here):
+    hp = tiny(rec, **EVERYTHING, train_batch_tokens=1024, micro_batch_tokens=512, context_ramp=0.5, grad_clip_norm=0)
+    trainer = make_trainer(rec, hp, data_here)
+    model = build(rec, **EVERYTHING)
+    loader = rec.CoprimeLoader(trainer.train_paths, 64, trainer.plan.draw_windows, vocab_size=512)
+    batches = [[torch.from_numpy(part) for part in loader.next_batch()] for _ in range(2)]
+    parts = [model(ids[:, half], targets[:, half]) for ids, targets in batches for half in (slice(32), slice(32, 64))]
+    expected = torch.autograd.grad(sum(parts) / 4, [*model.parameters()], materialize_grads=True)
+    trainer.optimizers.step = lambda *_: None
+    trainer.enter(0.49, 1)
+    with trainer.on_the_clock() as data:
+        assert trainer.step(data, 0, 1.0)() == pytest.approx(sum(parts).item() / 4, abs=1e-6)
+    for (name, p), gradient in zip(trainer.model.named_parameters(), expected):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_context_grows_at_its_share_of_the_run(rec, data_here):
+    ramped, _, trainer = losses_of(rec, data_here / "ramp", context_ramp=0.5, loop_start=1)
+    whole, _, _ = losses_of(rec, data_here / "whole", loop_start=1)
+    assert all(a != b for a, b in zip(ramped[1:], whole[1:]))  # at the start no position reads another
+    assert trainer.tokens_done == 6 * 1024
+    log = (data_here / "ramp/trace.txt").read_text()
+    assert "context: 64 tokens from step 4, at 50.0% of the run" in log and log.count("context: ") == 1
+    assert trainer.context == 64 and {*trainer.step_seconds} == {(False, 32), (False, 64)}
+
+
 def test_ramp_counts_its_tokens(rec, data_here):
     _, _, trainer = losses_of(rec, data_here / "ramp", batch_ramp=0.5)
     assert trainer.tokens_done == 3 * 512 + 3 * 1024
@@ -486,6 +514,7 @@ def test_ramp_needs_an_even_number_of_micro_batches(rec):
     ({"loop_layers": "5"}, "LOOP_LAYERS='5' must be FIRST-LAST"),
     ({"loop_layers": "2-1"}, "LOOP_LAYERS='2-1' must be FIRST-LAST"),
     ({"loop_layers": "1-3", "parallel_from": 3}, "before PARALLEL_FROM=3"),
+    ({"context_parts": 3}, "CONTEXT_PARTS=3 must divide TRAIN_SEQ_LEN=64"),
     ({"parallel_from": 1}, "PARALLEL_FROM=1 must be 0 or in the second half of NUM_LAYERS=5, from 2 on"),
     ({"muon_backend_steps": 6}, "MUON_BACKEND_STEPS=6 must be at most 5 with POLAR_EXPRESS=1"),
     ({"warmup_steps": 1}, "WARMUP_STEPS=1 must be at least 2")])

@@ -108,6 +108,8 @@ class Hyperparameters:
     # batches
     train_batch_tokens: int = setting(786_432, "tokens of one optimizer step over all ranks", above=0)
     batch_ramp: float = setting(0.0, "first share of the run, with half a batch a step (0: none)", least=0, most=1)
+    context_ramp: float = setting(0.0, "first share of the run, with sequences cut in parts", least=0, most=1)
+    context_parts: int = setting(2, "parts of a sequence in the context ramp", above=0)
     micro_batch_tokens: int = setting(0, "tokens of one rank's forward (0: a step in max(1, 8 / ranks) parts)", least=0)
     train_seq_len: int = setting(2048, "training context", above=0)
     eval_seq_len: int = setting(2048, "evaluation context", above=0)
@@ -187,6 +189,7 @@ class Hyperparameters:
     tokenizer_path = property(lambda hp: Path(hp.data_dir, f"tokenizers/fineweb_{hp.vocab_size}_bpe.model"))
     fetch = property(
         lambda hp: f"`python data/cached_challenge_fineweb.py --variant sp{hp.vocab_size}` or set DATA_DIR")
+    ramp_seq_len = property(lambda hp: hp.train_seq_len // hp.context_parts)
     train_cap_seconds = property(  # so that the Hessians still fit; 0: no cap
         lambda hp: max(0.0, hp.max_wallclock_seconds - hp.gptq_reserve_seconds * hp.gptq_enabled))
 
@@ -252,6 +255,7 @@ def conflicts(hp: Hyperparameters) -> list[str]:
          f"must be FIRST-LAST, before PARALLEL_FROM={hp.parallel_from}"),
         ("PARALLEL_FROM", not hp.parallel_layers or hp.parallel_from >= hp.num_layers // 2,
          f"must be 0 or in the second half of NUM_LAYERS={hp.num_layers}, from {hp.num_layers // 2} on"),
+        ("CONTEXT_PARTS", hp.train_seq_len % hp.context_parts == 0, f"must divide TRAIN_SEQ_LEN={hp.train_seq_len}"),
         ("EVAL_STRIDE", hp.eval_stride <= hp.eval_seq_len, f"must be at most EVAL_SEQ_LEN={hp.eval_seq_len}"),
         ("MAX_WALLCLOCK_SECONDS", hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0,
          f"must be over GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds}, or 0 for no cap"),
@@ -1173,7 +1177,8 @@ def build_model(hp: Hyperparameters, ops: Operations, device: torch.device, dtyp
     for name, p in model.named_parameters():
         master = id(p) in linears or p.ndim < 2 or is_control(name, hp)
         p.data = p.data.to(dtype).to(torch.float32 if master else dtype)
-    model.rope = {length: rope_tables(hp, length, device, dtype) for length in {hp.train_seq_len, hp.eval_seq_len}}
+    lengths = {hp.train_seq_len, hp.ramp_seq_len, hp.eval_seq_len}
+    model.rope = {length: rope_tables(hp, length, device, dtype) for length in lengths}
     return model.to(device)
 
 # ---- Optimizers ------------------------------------------------------------------------------------------------------
@@ -1412,8 +1417,10 @@ class Trainer:
         size = (self.plan.micro_sequences, self.hp.train_seq_len)
         self.inputs, self.targets = (torch.zeros(size, dtype=torch.int64, device=self.world.device) for _ in range(2))
         self.loss = torch.zeros((), device=self.world.device)  # the mean over a step's micro-batches
-        self.run_micro_batch = {False: self.micro_batch, True: self.micro_batch}  # without and with the loop
-        self.graph_pool, self.step_seconds, self.tokens_done = None, {}, 0
+        self.context = self.hp.train_seq_len  # tokens of a sequence at the moment
+        self.graphs: dict[tuple[bool, int], Callable[[], None]] = {}  # by mode: whether the loop is on, and the context
+        self.step_seconds: dict[tuple[bool, int], float] = {}
+        self.graph_pool, self.tokens_done = None, 0
 
     @contextlib.contextmanager
     def on_the_clock(self) -> Iterator[Prefetcher]:
@@ -1436,7 +1443,7 @@ class Trainer:
         for _ in range(int(share * self.plan.grad_accum_steps)):
             for buffer, batch in zip((self.inputs, self.targets), data.next()):
                 buffer.copy_(batch)
-            self.run_micro_batch[self.model.looping]()
+            self.graphs.get(self.mode, self.micro_batch)()
         mean_loss = self.world.fetch(self.loss.div_(share))
         self.gradients.average(self.world, share)
         if self.hp.grad_clip_norm > 0:
@@ -1444,9 +1451,14 @@ class Trainer:
         self.optimizers.step(factor, muon_momentum(step, self.hp))
         return mean_loss
 
+    @property
+    def mode(self) -> tuple[bool, int]:
+        return self.model.looping, self.context
+
     def micro_batch(self) -> None:
         """Forward and backward of what is in `inputs` and `targets`; adds to the loss and the gradients."""
-        loss = self.loss_function(self.inputs, self.targets) / self.plan.grad_accum_steps
+        ids, targets = (buffer.view(-1, self.context) for buffer in (self.inputs, self.targets))
+        loss = self.loss_function(ids, targets) / self.plan.grad_accum_steps
         self.gradients.add(loss)
         self.loss += loss.detach()
 
@@ -1458,25 +1470,25 @@ class Trainer:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self.graph_pool, capture_error_mode="thread_local"):  # the reader pins memory
             self.micro_batch()
-        self.run_micro_batch[self.model.looping] = graph.replay
+        self.graphs[self.mode] = graph.replay
         self.graph_pool = graph.pool()  # of the next graph too: they never run at once, and leave nothing in it
 
     def warm_up(self) -> None:
-        """Compiles and settles all on real shapes, with and without the loop, and notes how long a step takes; then
-        puts weights, optimizers and clock back to their start."""
+        """Compiles and settles all on real shapes, in each mode of the run, and notes how long a step takes; then puts
+        weights, optimizers and clock back to their start."""
         before = {name: t.clone() for name, t in self.model.state_dict().items()}
         with self.on_the_clock() as data:
-            for looping in [self.hp.loop_start == 0, True] if self.hp.loops else [False]:
-                if looping not in self.step_seconds:
-                    self.model.set_looping(looping)
-                    self._warm_up_graph(data)
+            for looping, self.context in dict.fromkeys((looping, context) for looping, context, _ in self.plans()):
+                self.model.set_looping(looping)
+                self._warm_up_graph(data)
         self.model.load_state_dict(before)
         for optimizer in (self.optimizers.adam, self.optimizers.muon):
             optimizer.state.clear()
         self.clock = Stopwatch()
 
     def _warm_up_graph(self, data: Prefetcher) -> None:
-        steps, looping = self.hp.warmup_steps, self.model.looping
+        steps, kind = self.hp.warmup_steps, " with the loop" * self.model.looping
+        kind += f" with {self.context} tokens of context" * (self.context < self.hp.train_seq_len)
         for step in range(1, steps + 1):
             self._agree(self.step(data, step - 1, 1.0), f"warm-up step {step}")
             if step == 1:
@@ -1485,21 +1497,27 @@ class Trainer:
                 synchronize(self.world.device)
                 began, timed = self.clock.seconds, steps - step
             if step <= 6 or step % 10 == 0 or step == steps:
-                self.log(f"warmup_step: {step}/{steps}{' with the loop' * looping}")
+                self.log(f"warmup_step: {step}/{steps}{kind}")
         synchronize(self.world.device)
         taken = [row[0] for row in self.world.gather([self.clock.seconds - began if steps > 1 else 0.0])]
-        self.step_seconds[looping] = max(taken) / max(timed, 1) if steps > 1 else math.nan
+        self.step_seconds[self.mode] = max(taken) / max(timed, 1) if steps > 1 else math.nan
 
-    def schedule(self, progress: float) -> tuple[bool, float]:
-        """At this share of the run: whether the loop is on, and the share of the batch that a step takes."""
-        return self.hp.loops and progress >= self.hp.loop_start, 0.5 if progress < self.hp.batch_ramp else 1.0
+    def schedule(self, progress: float) -> tuple[bool, int, float]:
+        """At this share of the run: whether the loop is on, the context, and the share of the batch in a step."""
+        hp = self.hp
+        return (hp.loops and progress >= hp.loop_start,
+                hp.ramp_seq_len if progress < hp.context_ramp else hp.train_seq_len,
+                0.5 if progress < hp.batch_ramp else 1.0)
+
+    def plans(self) -> list[tuple[bool, int, float]]:
+        return [self.schedule((i + 0.5) / 1000) for i in range(1000)]
 
     def expected_steps(self) -> float:
         """Steps until the cap, at the speeds of the warm-up, or ITERATIONS."""
         if not (cap := self.hp.train_cap_seconds):
             return self.hp.iterations
-        plans = [self.schedule((i + 0.5) / 1000) for i in range(1000)]
-        return min(self.hp.iterations, cap * sum(1 / (share * self.step_seconds[on]) for on, share in plans) / 1000)
+        steps_per_second = [1 / (share * self.step_seconds[looping, context]) for looping, context, share in self.plans()]
+        return min(self.hp.iterations, cap * sum(steps_per_second) / len(steps_per_second))
 
     def ema_decay(self) -> float:
         """EMA_DECAY, or that whose horizon is the set share of the expected steps; equal on all ranks."""
@@ -1509,6 +1527,17 @@ class Trainer:
         decay = 1 - 1 / max(1.0, self.hp.ema_steps_fraction * steps)
         self.log(f"ema: decay {decay:.5f} for {steps:.0f} expected steps (EMA_STEPS_FRACTION; EMA_DECAY is not used)")
         return decay
+
+    def enter(self, progress: float, step: int) -> float:
+        """Changes to the mode of this share of the run; returns the share of the batch that a step takes."""
+        looping, context, share = self.schedule(progress)
+        if looping != self.model.looping:
+            self.model.set_looping(looping)
+            self.log(f"looping: on from step {step}, at {progress:.1%} of the run")
+        if context != self.context and step > 1:
+            self.log(f"context: {context} tokens from step {step}, at {progress:.1%} of the run")
+        self.context = context
+        return share
 
     def fit(self) -> EMA:
         """Trains; returns the averaged weights. The clock holds everything but validation."""
@@ -1521,10 +1550,7 @@ class Trainer:
                 if hp.stall_seconds:
                     faulthandler.dump_traceback_later(hp.stall_seconds, exit=True)
                 progress = seconds / cap if cap else step / hp.iterations
-                looping, share = self.schedule(progress)
-                if looping and not self.model.looping:
-                    self.model.set_looping(True)
-                    self.log(f"looping: on from step {step + 1}, at {progress:.1%} of the run")
+                share = self.enter(progress, step + 1)
                 factor = lr_factor(progress, hp.warmdown_frac, hp.min_lr)
                 loss = self.step(data, step, factor, share)
                 ema.update()
