@@ -204,11 +204,11 @@ def test_horizon_follows_the_iterations_without_a_cap(rec, data_here):
 
 
 def test_horizon_follows_the_cap_and_the_speeds_of_the_warm_up(rec, data_here):
-    hp = tiny(rec, **LOOP, max_wallclock_seconds=110, gptq_reserve_seconds=10, ema_steps_fraction=0.1, batch_ramp=0.25,
+    hp = tiny(rec, **LOOP, max_wallclock_seconds=110, gptq_reserve_seconds=10, ema_steps_fraction=0.1,
               context_ramp=0.1)
     trainer = make_trainer(rec, hp, data_here)
     trainer.step_seconds = {(False, 32): 0.08, (False, 64): 0.1, (True, 64): 0.2}
-    steps = 10 / 0.04 + 15 / 0.05 + 25 / 0.1 + 50 / 0.2
+    steps = 10 / 0.08 + 40 / 0.1 + 50 / 0.2
     assert trainer.expected_steps() == pytest.approx(steps, rel=1e-3)
     assert trainer.ema_decay() == pytest.approx(1 - 1 / (0.1 * steps), rel=1e-4)
 
@@ -460,20 +460,6 @@ def test_loop_comes_on_by_the_clock(rec, data_here, monkeypatch):
     assert 50 <= share < 53 and trainer.model.looping and 25 + 12 <= trainer.steps_done <= 25 + 14
 
 
-def test_half_a_batch_is_the_mean_over_half_the_micro_batches(rec, data_here):
-    hp = tiny(rec, **EVERYTHING, train_batch_tokens=1024, micro_batch_tokens=256, batch_ramp=0.5, grad_clip_norm=0)
-    trainer = make_trainer(rec, hp, data_here)
-    model = build(rec, **EVERYTHING)
-    loader = rec.CoprimeLoader(trainer.train_paths, 64, trainer.plan.draw_windows, vocab_size=512)
-    parts = [model(*map(torch.from_numpy, loader.next_batch())) for _ in range(2)]
-    expected = torch.autograd.grad(sum(parts) / 2, [*model.parameters()], materialize_grads=True)
-    trainer.optimizers.step = lambda *_: None
-    with trainer.on_the_clock() as data:
-        assert trainer.step(data, 0, 1.0, 0.5)() == pytest.approx(sum(parts).item() / 2, abs=1e-6)
-    for (name, p), gradient in zip(trainer.model.named_parameters(), expected):
-        torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-7, msg=name)
-
-
 def test_context_ramp_cuts_its_sequences(rec, data_here):
     hp = tiny(rec, **EVERYTHING, train_batch_tokens=1024, micro_batch_tokens=512, context_ramp=0.5, grad_clip_norm=0)
     trainer = make_trainer(rec, hp, data_here)
@@ -500,16 +486,6 @@ def test_context_grows_at_its_share_of_the_run(rec, data_here):
     assert trainer.context == 64 and {*trainer.step_seconds} == {(False, 32), (False, 64)}
 
 
-def test_ramp_counts_its_tokens(rec, data_here):
-    _, _, trainer = losses_of(rec, data_here / "ramp", batch_ramp=0.5)
-    assert trainer.tokens_done == 3 * 512 + 3 * 1024
-
-
-def test_ramp_needs_an_even_number_of_micro_batches(rec):
-    with pytest.raises(rec.SetupError, match=r"MICRO_BATCH_TOKENS to one of \[64, 128, 256, 512\]"):
-        rec.plan_batches(tiny(rec, batch_ramp=0.5, micro_batch_tokens=1024), 1)
-
-
 @pytest.mark.parametrize(("changes", "part"), [
     ({"loop_layers": "5"}, "LOOP_LAYERS='5' must be FIRST-LAST"),
     ({"loop_layers": "2-1"}, "LOOP_LAYERS='2-1' must be FIRST-LAST"),
@@ -530,7 +506,7 @@ def test_a_shallow_model_says_what_it_has_no_blocks_for(rec):
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
-FULL = {**EVERYTHING, "run_id": "r", "train_batch_tokens": 4096, "iterations": 8, "batch_ramp": 0.25,
+FULL = {**EVERYTHING, "run_id": "r", "train_batch_tokens": 4096, "iterations": 8, "context_ramp": 0.25,
         "ema_steps_fraction": 0.25}
 WIDE = {**FULL, "model_dim": 160, "embedding_dim": 160}  # its MLP has matrices that GPTQ does
 
@@ -585,4 +561,4 @@ def test_golf_reads_the_log_and_the_tokens_are_counted(runs):
     folder, _ = runs["one"]
     log, summary = logs.read_log(folder / "logs/r.txt"), records(folder, "r", "summary")[0]
     assert log.valid and log.code_bytes == len(SCRIPT.read_bytes()) and log.settings["loop_layers"] == "1-2"
-    assert summary["tokens"] == 2 * 2048 + 6 * 4096
+    assert summary["tokens"] == 8 * 4096

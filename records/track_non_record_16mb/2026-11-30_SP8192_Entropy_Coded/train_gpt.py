@@ -107,7 +107,6 @@ class Hyperparameters:
     min_lr: float = setting(0.1, "floor of the rate as a factor of the base rate", least=0)
     # batches
     train_batch_tokens: int = setting(786_432, "tokens of one optimizer step over all ranks", above=0)
-    batch_ramp: float = setting(0.0, "first share of the run, with half a batch a step (0: none)", least=0, most=1)
     context_ramp: float = setting(0.0, "first share of the run, with sequences cut in parts", least=0, most=1)
     context_parts: int = setting(2, "parts of a sequence in the context ramp", above=0)
     micro_batch_tokens: int = setting(0, "tokens of one rank's forward (0: a step in max(1, 8 / ranks) parts)", least=0)
@@ -163,16 +162,13 @@ class Hyperparameters:
     ema_steps_fraction: float = setting(
         0.06, "horizon of that average as a share of the expected steps (0: EMA_DECAY decides)", least=0, most=1)
     # quantisation and artifact
-    matrix_bits: int = setting(6, "bits of a matrix's codes: their range, not their cost", least=2, most=8)
-    embed_bits: int = setting(8, "the same of the token table, value embedding and untied head", least=2, most=8)
-    matrix_clip_sigmas: float = setting(12.85, "root mean squares of a matrix at its largest code", above=0)
-    embed_clip_sigmas: float = setting(15.0, "the same of a table", above=0)
-    clip_row_exponent: float = setting(0.0, "1: a row's scale follows its RMS; 0: the matrix's", least=0, most=1)
+    quant_step_factor: float = setting(1.0, "factor on all steps of codes; with a target only where the search begins",
+                                       above=0)
     gptq_enabled: bool = setting(True, "GPTQ with Hessians from training data; else rounding to the nearest")
     gptq_calibration_batches: int = setting(64, "micro-batches for the Hessians", above=0)
     gptq_reserve_seconds: float = setting(10.0, "part of the cap kept for the Hessians", least=0)
     target_total_bytes: int = setting(
-        15_995_000, "code plus artifact: all clips are scaled alike until just under it (0: as they are)", least=0)
+        15_995_000, "code plus artifact: the steps of codes grow or shrink until just under it (0: as they are)", least=0)
     control_tensor_name_patterns: str = setting(
         "attn_scale,mlp_scale,resid_mix,q_gain,skip_weight,skip_gates,ve_layer_scales,ve_shared.scale,attn.gate,lane_mix",
         "parameters that stay fp32 and out of Muon and int8, by part of name")
@@ -281,8 +277,7 @@ def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
     if rest:
         fits = " or ".join(str(n * unit) for n in (per_rank, per_rank + 1) if n)
         raise SetupError(f"TRAIN_BATCH_TOKENS={batch} must be a multiple of {unit}, ranks x TRAIN_SEQ_LEN; use {fits}")
-    parts = 2 if hp.batch_ramp else 1  # half a batch is half the micro-batches
-    divisors = [n for n in range(1, per_rank + 1) if per_rank % (n * parts) == 0]
+    divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
     micro = hp.micro_batch_tokens / hp.train_seq_len or per_rank / max(1, 8 / world_size)
     if micro not in divisors:
         raise SetupError(f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens} must cut a rank's {per_rank * hp.train_seq_len} "
@@ -1391,10 +1386,10 @@ class Gradients:
         found = dict(zip(parameters, torch.autograd.grad(loss, parameters, materialize_grads=True)))
         for _, group in self.groups:
             torch._foreach_add_([p.grad for p in group], [found[p] for p in group])
-    def average(self, world: World, share: float) -> None:
-        """Mean over ranks, of which each did a share of its micro-batches: one all-reduce per dtype (137 MB in all)."""
-        for flat, _ in self.groups:
-            world.sum(flat.div_(world.size * share))
+    def average(self, world: World) -> None:
+        """Mean over ranks: one all-reduce per dtype (137 MB in all)."""
+        for flat, _ in self.groups if world.size > 1 else ():
+            world.sum(flat.div_(world.size))
     def clip(self, largest_norm: float) -> None:
         """Scales all so that the 2-norm of the whole is at most that."""
         norms = torch.stack([torch.linalg.vector_norm(flat, dtype=torch.float32) for flat, _ in self.groups])
@@ -1420,7 +1415,7 @@ class Trainer:
         self.context = self.hp.train_seq_len  # tokens of a sequence at the moment
         self.graphs: dict[tuple[bool, int], Callable[[], None]] = {}  # by mode: whether the loop is on, and the context
         self.step_seconds: dict[tuple[bool, int], float] = {}
-        self.graph_pool, self.tokens_done = None, 0
+        self.graph_pool = None
 
     @contextlib.contextmanager
     def on_the_clock(self) -> Iterator[Prefetcher]:
@@ -1435,22 +1430,22 @@ class Trainer:
         self.clock.stop()
         self.last_read_seconds = data.last_read_seconds
 
-    def step(self, data: Prefetcher, step: int, factor: float, share: float = 1.0) -> Callable[[], float]:
-        """Queues one optimizer step with a share of the batch; the returned call waits for this rank's mean loss, not
-        for the optimizers."""
+    def step(self, data: Prefetcher, step: int, factor: float) -> Callable[[], float]:
+        """Queues one optimizer step; the returned call waits for this rank's mean loss, not for the optimizers."""
         self.gradients.zero()
         self.loss.zero_()
-        for _ in range(int(share * self.plan.grad_accum_steps)):
+        for _ in range(self.plan.grad_accum_steps):
             for buffer, batch in zip((self.inputs, self.targets), data.next()):
                 buffer.copy_(batch)
             self.graphs.get(self.mode, self.micro_batch)()
-        mean_loss = self.world.fetch(self.loss.div_(share))
-        self.gradients.average(self.world, share)
+        mean_loss = self.world.fetch(self.loss)
+        self.gradients.average(self.world)
         if self.hp.grad_clip_norm > 0:
             self.gradients.clip(self.hp.grad_clip_norm)
         self.optimizers.step(factor, muon_momentum(step, self.hp))
         return mean_loss
 
+    tokens_done = property(lambda self: self.steps_done * self.hp.train_batch_tokens)
     @property
     def mode(self) -> tuple[bool, int]:
         return self.model.looping, self.context
@@ -1478,7 +1473,7 @@ class Trainer:
         weights, optimizers and clock back to their start."""
         before = {name: t.clone() for name, t in self.model.state_dict().items()}
         with self.on_the_clock() as data:
-            for looping, self.context in dict.fromkeys((looping, context) for looping, context, _ in self.plans()):
+            for looping, self.context in dict.fromkeys(self.plans()):
                 self.model.set_looping(looping)
                 self._warm_up_graph(data)
         self.model.load_state_dict(before)
@@ -1502,21 +1497,19 @@ class Trainer:
         taken = [row[0] for row in self.world.gather([self.clock.seconds - began if steps > 1 else 0.0])]
         self.step_seconds[self.mode] = max(taken) / max(timed, 1) if steps > 1 else math.nan
 
-    def schedule(self, progress: float) -> tuple[bool, int, float]:
-        """At this share of the run: whether the loop is on, the context, and the share of the batch in a step."""
+    def schedule(self, progress: float) -> tuple[bool, int]:
+        """The mode at this share of the run."""
         hp = self.hp
-        return (hp.loops and progress >= hp.loop_start,
-                hp.ramp_seq_len if progress < hp.context_ramp else hp.train_seq_len,
-                0.5 if progress < hp.batch_ramp else 1.0)
-
-    def plans(self) -> list[tuple[bool, int, float]]:
+        context = hp.ramp_seq_len if progress < hp.context_ramp else hp.train_seq_len
+        return hp.loops and progress >= hp.loop_start, context
+    def plans(self) -> list[tuple[bool, int]]:
         return [self.schedule((i + 0.5) / 1000) for i in range(1000)]
 
     def expected_steps(self) -> float:
         """Steps until the cap, at the speeds of the warm-up, or ITERATIONS."""
         if not (cap := self.hp.train_cap_seconds):
             return self.hp.iterations
-        steps_per_second = [1 / (share * self.step_seconds[looping, context]) for looping, context, share in self.plans()]
+        steps_per_second = [1 / self.step_seconds[mode] for mode in self.plans()]
         return min(self.hp.iterations, cap * sum(steps_per_second) / len(steps_per_second))
 
     def ema_decay(self) -> float:
@@ -1528,16 +1521,15 @@ class Trainer:
         self.log(f"ema: decay {decay:.5f} for {steps:.0f} expected steps (EMA_STEPS_FRACTION; EMA_DECAY is not used)")
         return decay
 
-    def enter(self, progress: float, step: int) -> float:
-        """Changes to the mode of this share of the run; returns the share of the batch that a step takes."""
-        looping, context, share = self.schedule(progress)
+    def enter(self, progress: float, step: int) -> None:
+        """Changes to the mode of this share of the run."""
+        looping, context = self.schedule(progress)
         if looping != self.model.looping:
             self.model.set_looping(looping)
             self.log(f"looping: on from step {step}, at {progress:.1%} of the run")
         if context != self.context and step > 1:
             self.log(f"context: {context} tokens from step {step}, at {progress:.1%} of the run")
         self.context = context
-        return share
 
     def fit(self) -> EMA:
         """Trains; returns the averaged weights. The clock holds everything but validation."""
@@ -1550,12 +1542,12 @@ class Trainer:
                 if hp.stall_seconds:
                     faulthandler.dump_traceback_later(hp.stall_seconds, exit=True)
                 progress = seconds / cap if cap else step / hp.iterations
-                share = self.enter(progress, step + 1)
+                self.enter(progress, step + 1)
                 factor = lr_factor(progress, hp.warmdown_frac, hp.min_lr)
-                loss = self.step(data, step, factor, share)
+                loss = self.step(data, step, factor)
                 ema.update()
                 seconds, mean_loss = self._agree(loss, f"step {step + 1}")
-                self.steps_done, self.tokens_done = step + 1, self.tokens_done + int(share * hp.train_batch_tokens)
+                self.steps_done = step + 1
                 if hp.train_log_every and (step < 5 or self.steps_done % hp.train_log_every == 0):
                     self._log_step(mean_loss, seconds, factor, data.wait_seconds)
                 faulthandler.cancel_dump_traceback_later()
@@ -1603,34 +1595,30 @@ def log_validation(log: RunLog, hp: Hyperparameters, step: int, score: Score) ->
 
 # ---- Quantisation ----------------------------------------------------------------------------------------------------
 
-STEPS_PER_OCTAVE = 256  # of scales: so fine that the artifact's size follows the clips without jumps
-ROW_STEPS = 32  # rows of a matrix differ by multiples of it: a scale 4 % off costs under 0.1 % of the error
+STEPS_PER_OCTAVE = 256  # of scales: so fine that the artifact's size follows them without jumps
+LARGEST_CODE = 127
+# Steps of codes in root mean squares of their matrix, by part of name: where a byte more helps all alike. From the
+# divergence that each kind costs when it alone is quantised (ABLATION.md); one step a matrix, since an entropy coder
+# wants equal steps where all weights matter alike.
+CODE_STEPS = {"tok_emb": 0.065, "lm_head": 0.065, "ve_shared.embed": 0.61, "ve_shared.proj": 0.127, "attn.c_": 0.425,
+              "attn.proj": 0.35, "mlp.fc": 0.475, "mlp.proj": 0.575, "": 0.4}
+FINEST_STEP = 6 / LARGEST_CODE  # below it codes end within 6 root mean squares: clipping costs more than it gains
 BF16_MAX_ELEMENTS = 16_384  # smaller tensors and control tensors stay bf16, as which the GPU reads them anyway
 GPTQ_BLOCK = 128
 GPTQ_DAMPING = (0.01, 0.1, 1.0)  # times the mean diagonal; more only when the Hessian does not factor
 
-def storage_bits(name: str, tensor: Tensor, hp: Hyperparameters) -> int:
-    """Bits of a tensor's codes: EMBED_BITS of the tables and the head, MATRIX_BITS of other matrices; 16 is bf16."""
-    if tensor.numel() <= BF16_MAX_ELEMENTS or tensor.ndim != 2 or is_control(name, hp):
-        return 16
-    return hp.embed_bits if is_table(name) else hp.matrix_bits
+def is_coded(name: str, tensor: Tensor, hp: Hyperparameters) -> bool:
+    """Whether a tensor is stored in codes; all others stay bf16."""
+    return tensor.numel() > BF16_MAX_ELEMENTS and tensor.ndim == 2 and not is_control(name, hp)
 
-def is_table(name: str) -> bool:
-    return name in ("tok_emb.weight", "lm_head.weight", "ve_shared.embed.weight")
+def code_step(name: str, weight: Tensor, coarseness: float) -> Tensor:
+    """A matrix's step as int32 (): n stands for the scale 2 ** (n / STEPS_PER_OCTAVE)."""
+    relative = next(step for part, step in CODE_STEPS.items() if part in name)
+    rms = weight.float().square().mean().sqrt().clamp(1e-15, 1e15)
+    return (STEPS_PER_OCTAVE * (rms * max(FINEST_STEP, relative * coarseness)).log2()).round().to(torch.int32)
 
-def row_steps(weight: Tensor, clip: float, bits: int, row_exponent: float) -> Tensor:
-    """Scales of (R, C) as int32 (R), 2 ** (step / STEPS_PER_OCTAVE): the largest code stands for `clip` deviations.
-
-    With the exponent 1 they are each row's (SDClip, parameter-golf PR 1394), with 0 the matrix's root mean square: the
-    equal steps that an entropy coder wants when all weights matter alike."""
-    square = weight.float().square().mean(dim=1).clamp(1e-30, 1e30)
-    mean = square.mean()
-    whole = STEPS_PER_OCTAVE * (0.5 * mean.log2() + math.log2(clip / (2 ** (bits - 1) - 1)))
-    rows = (STEPS_PER_OCTAVE / ROW_STEPS * row_exponent * 0.5 * (square / mean).log2()).round().clamp(-60, 60)
-    return (whole.round() + ROW_STEPS * rows).to(torch.int32)
-
-def step_scales(steps: Tensor) -> Tensor:
-    return torch.exp2(steps.float() / STEPS_PER_OCTAVE)
+def step_scale(step: Tensor) -> Tensor:
+    return torch.exp2(step.float() / STEPS_PER_OCTAVE)
 
 @dataclass(frozen=True)
 class HessianFactor:
@@ -1662,17 +1650,17 @@ def plain_rounding(columns: int, device: torch.device) -> HessianFactor:
     order = torch.arange(columns, device=device)
     return HessianFactor(torch.eye(columns, device=device), order, torch.zeros_like(order, dtype=torch.bool), 0.0)
 
-def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor, largest: int) -> Tensor:
+def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor) -> Tensor:
     """Rounds (K, N, C) column by column, each error spread over later columns (GPTQ, Frantar et al. 2023).
 
-    `scales` (K, N) fp32, `upper` (K, C, C); returns integer codes in +-`largest` as fp32. All in fp32, TF32 off."""
-    weight = weight.clone()  # the codes take the place of what is done
+    `scales` (K) fp32, `upper` (K, C, C); returns integer codes up to LARGEST_CODE as fp32. All in fp32, TF32 off."""
+    weight, scales = weight.clone(), scales[:, None]  # the codes take the place of what is done
     for start in range(0, weight.size(2), GPTQ_BLOCK):
         end = start + GPTQ_BLOCK
         block, within = weight[:, :, start:end].clone(), upper[:, start:end, start:end]
         errors = torch.empty_like(block)
         for j in range(block.size(2)):
-            weight[:, :, start + j] = q = (block[:, :, j] / scales).round_().clamp_(-largest, largest)
+            weight[:, :, start + j] = q = (block[:, :, j] / scales).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
             errors[:, :, j] = error = (block[:, :, j] - q * scales) / within[:, j, j, None]
             block[:, :, j + 1:] -= error[..., None] * within[:, j, None, j + 1:]
         weight[:, :, end:] -= errors @ upper[:, start:end, end:]
@@ -1691,8 +1679,7 @@ class Quantizer:
     def __init__(self, state: Mapping[str, Tensor], hessians: Mapping[str, Tensor], hp: Hyperparameters,
                  world: World = World()) -> None:
         self.state, self.hp, self.world = state, hp, world
-        self.bits = {name: storage_bits(name, t, hp) for name, t in state.items()}
-        self.matrices = [name for name, bits in self.bits.items() if bits < 16]
+        self.matrices = [name for name, t in state.items() if is_coded(name, t, hp)]
         self.weights = sum(state[name].numel() for name in self.matrices)
         mine = sorted(self.matrices, key=lambda name: state[name].shape)[world.rank::world.size]  # of every shape
         with full_precision():
@@ -1706,29 +1693,27 @@ class Quantizer:
 
     @torch.no_grad()
     def __call__(self, coarseness: float) -> dict[str, Tensor]:
-        """CPU tensors in state-dict order: `name` bf16, or codes `name.q` int8 (R, C) and `name.step` int32 (R)."""
+        """CPU tensors in state-dict order: `name` bf16, or codes `name.q` int8 (R, C) and `name.step` int32 ()."""
         done: dict[str, tuple[Tensor, Tensor]] = {}
-        for shape, bits in {(self.state[n].shape, self.bits[n]) for n in self._factors}:
-            alike = [n for n in self._factors if self.state[n].shape == shape and self.bits[n] == bits]
+        for shape in {self.state[n].shape for n in self._factors}:
+            alike = [n for n in self._factors if self.state[n].shape == shape]
             with full_precision():
-                done |= zip(alike, self._quantize(alike, bits, coarseness))
+                done |= zip(alike, self._quantize(alike, coarseness))
         tensors: dict[str, Tensor] = {}
         for name, t in self.state.items():
-            if self.bits[name] == 16:
+            if name not in self.matrices:
                 tensors[name] = t.bfloat16()
             else:  # the sum with the other ranks' zeros hands every result to all ranks
-                empty = t.new_zeros(t.shape, dtype=torch.int8), t.new_zeros(t.size(0), dtype=torch.int32)
+                empty = t.new_zeros(t.shape, dtype=torch.int8), t.new_zeros((), dtype=torch.int32)
                 tensors[f"{name}.q"], tensors[f"{name}.step"] = map(self.world.sum, done.get(name, empty))
         return {name: t.cpu().contiguous() for name, t in tensors.items()}
 
-    def _quantize(self, names: list[str], bits: int, coarseness: float) -> Iterator[tuple[Tensor, Tensor]]:
-        """Codes and steps of matrices of one shape and width, all at once."""
-        hp, factors, weights = self.hp, [self._factors[n] for n in names], [self.state[n].float() for n in names]
-        clips = [hp.embed_clip_sigmas if is_table(n) else hp.matrix_clip_sigmas for n in names]
-        steps = [row_steps(w, clip * coarseness, bits, hp.clip_row_exponent) for w, clip in zip(weights, clips)]
+    def _quantize(self, names: list[str], coarseness: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """Codes and steps of matrices of one shape, all at once."""
+        factors, weights = [self._factors[n] for n in names], [self.state[n].float() for n in names]
+        steps = torch.stack([code_step(n, w, coarseness) for n, w in zip(names, weights)])
         ordered = torch.stack([w.masked_fill(f.dead, 0.0)[:, f.order] for w, f in zip(weights, factors)])
-        codes = gptq_codes(ordered, step_scales(torch.stack(steps)), torch.stack([f.upper for f in factors]),
-                           2 ** (bits - 1) - 1).to(torch.int8)
+        codes = gptq_codes(ordered, step_scale(steps), torch.stack([f.upper for f in factors])).to(torch.int8)
         return ((c[:, f.order.argsort()], s) for c, f, s in zip(codes, factors, steps))
 
 class HessianCollector:
@@ -1737,13 +1722,13 @@ class HessianCollector:
         self.sums: dict[str, Tensor] = {}  # by the module whose input it is
         self.sources = {f"{name}.weight": re.sub(r"\.c_[qkv]$", "", name) for name, module in model.named_modules()
                         if isinstance(module, Linear) and name != "lm_head"
-                        and storage_bits(f"{name}.weight", module.weight, model.hp) < 16}
+                        and is_coded(f"{name}.weight", module.weight, model.hp)}
         self._hooks = []
         for source in dict.fromkeys(self.sources.values()):
             owner = re.sub(r"(\.mlp)\.(fc|proj)$", r"\1", source)  # the fused MLP does not call its parts
             self._hooks.append(model.get_submodule(owner).register_forward_pre_hook(partial(self._hook, source)))
         head = "tok_emb" if model.lm_head is None else "lm_head"
-        if storage_bits(f"{head}.weight", model.get_submodule(head).weight, model.hp) < 16:
+        if is_coded(f"{head}.weight", model.get_submodule(head).weight, model.hp):
             self.sources[f"{head}.weight"] = "head"
 
     def _hook(self, source: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -1789,7 +1774,7 @@ def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog
 
 # ---- Artifact: an entropy coder that knows each row's and column's spread --------------------------------------------
 
-MAGIC = b"EC16\x01"
+MAGIC = b"EC16\x02"
 LARGEST_HEAD = 2**20  # bytes; a few kilobytes can unpack to many gigabytes
 LANES = 512  # coders side by side, so that numpy works on arrays
 PRECISION = 14  # bits of a probability
@@ -1857,23 +1842,24 @@ def spread_levels(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     columns = np.round(LEVELS_PER_OCTAVE * np.log2((size / 2 ** (rows / LEVELS_PER_OCTAVE)[:, None]).mean(0)))
     return rows.astype(np.int8), columns.clip(-60, 60).astype(np.int8)  # less their centre they still fit a byte
 
-def code_classes(rows: np.ndarray, columns: np.ndarray, group: int) -> np.ndarray:
-    """The class of every code of a tensor, uint8 (R * C), in the classes of its group."""
+def code_classes(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """The class of every code of a tensor, uint8 (R * C)."""
     levels = rows.astype(np.int16)[:, None] + columns.astype(np.int16)
-    return (levels + MIDDLE_CLASS).clip(0, CLASSES - 1).astype(np.uint8).ravel() + np.uint8(group * CLASSES)
+    return (levels + MIDDLE_CLASS).clip(0, CLASSES - 1).astype(np.uint8).ravel()
 
 def join(parts: Iterable[np.ndarray]) -> np.ndarray:
     return np.concatenate([*(part.view(np.uint8).ravel() for part in parts), np.empty(0, np.uint8)])
 
-def plan_side(entries: list[list[Any]]) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """From [name, bits, shape] of each tensor the widths of codes, a group each; the tables of the side stream, uint8
-    (n): rows, columns and steps of a group, last low and high bytes of bf16; and where parts of that stream end."""
-    groups, kinds, lengths = sorted({bits for _, bits, *_ in entries} - {16}), [], []
-    for _, bits, shape, *_ in entries:
-        first = 3 * (groups.index(bits) if bits < 16 else len(groups))
-        lengths += [math.prod(shape)] * 2 if bits == 16 else [shape[0], shape[1], shape[0]]
-        kinds += range(first, first + (2 if bits == 16 else 3))
-    return groups, np.repeat(np.array(kinds, np.uint8), lengths), np.cumsum(lengths, dtype=np.int64)
+SIDE_TABLES = 4  # rows' spreads, columns' spreads, low and high bytes of bf16
+
+def plan_side(entries: list[list[Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """From [name, shape, ...] of each tensor the tables of the side stream, uint8 (n), and where its parts end."""
+    kinds, lengths = [], []
+    for _, shape, *coded in entries:
+        kinds += (0, 1) if coded else (2, 3)
+        lengths += shape if coded else [math.prod(shape)] * 2
+    counts = np.array(lengths, np.int64)
+    return np.repeat(np.array(kinds, np.uint8), counts), counts.cumsum()
 
 def seal(body: bytes, tensors: Mapping[str, Tensor]) -> bytes:
     """sha256 of the bytes before it and of all names, types, shapes and values that they stand for."""
@@ -1883,26 +1869,24 @@ def seal(body: bytes, tensors: Mapping[str, Tensor]) -> bytes:
         digest.update(t.view(torch.int16 if t.dtype == torch.bfloat16 else t.dtype).numpy().tobytes())
     return digest.digest()
 
-def pack_artifact(tensors: Mapping[str, Tensor], bits: Mapping[str, int]) -> bytes:
+def pack_artifact(tensors: Mapping[str, Tensor]) -> bytes:
     """Magic; the head, zlib of a line of JSON and both streams' tables; the side stream; the codes; the seal.
 
-    Lengths are u32. The head has [name, bits, shape] of each tensor and, of codes, the centres of what the side stream
-    says of rows, columns and steps."""
-    shapes = {name: tensors[name if width == 16 else f"{name}.q"].shape for name, width in bits.items()}
-    entries, side, codes, classes = [[name, width, [*shapes[name]]] for name, width in bits.items()], [], [], []
-    groups, side_tables, _ = plan_side(entries)
-    for entry in entries:
-        name, width, _ = entry
-        if width == 16:
-            side += [*tensors[name].contiguous().view(torch.int16).numpy().reshape(-1, 1).view(np.uint8).T.copy()]
-        else:
-            codes.append(tensors[f"{name}.q"].numpy())
-            parts = *spread_levels(codes[-1]), tensors[f"{name}.step"].numpy()
-            classes.append(code_classes(*parts[:2], groups.index(width)))
-            entry.append([int(np.sort(part)[len(part) // 2]) for part in parts])
-            units = zip(parts, entry[3], (1, 1, ROW_STEPS))
-            side += [((part.astype(np.int32) - centre) // unit).astype(np.uint8) for part, centre, unit in units]
-    streams = ((join(side), side_tables, 3 * len(groups) + 2), (join(codes), join(classes), CLASSES * len(groups)))
+    Lengths are u32. The head has [name, shape] of each tensor and, of codes, the centres of what the side stream says
+    of rows and columns, and the step."""
+    entries, side, codes, classes = [], [], [], []
+    for key, t in tensors.items():
+        if key.endswith(".q"):
+            name, parts = key.removesuffix(".q"), spread_levels(t.numpy())
+            centres = [int(np.sort(part)[len(part) // 2]) for part in parts]
+            entries.append([name, [*t.shape], *centres, int(tensors[f"{name}.step"])])
+            side += [(part.astype(np.int16) - centre).astype(np.uint8) for part, centre in zip(parts, centres)]
+            codes.append(t.numpy())
+            classes.append(code_classes(*parts))
+        elif not key.endswith(".step"):
+            entries.append([key, [*t.shape]])
+            side += [*t.contiguous().view(torch.int16).numpy().reshape(-1, 1).view(np.uint8).T.copy()]
+    streams = (join(side), plan_side(entries)[0], SIDE_TABLES), (join(codes), join(classes), CLASSES)
     freqs = [frequencies(*stream) for stream in streams]
     text = json.dumps(entries, separators=(",", ":")).encode()
     head = zlib.compress(text + b"\n" + np.concatenate(freqs).astype("<u2").tobytes(), 9)
@@ -1922,58 +1906,58 @@ def read_head(data: bytes, limit: int) -> tuple[list[list[Any]], np.ndarray, byt
     codec = zlib.decompressobj()
     text, _, tables = codec.decompress(parts[0], LARGEST_HEAD).partition(b"\n")
     entries, freqs = json.loads(text), np.frombuffer(tables, "<u2").reshape(-1, 256).astype(np.uint32)
-    for name, bits, shape, *_ in entries:
-        if not (isinstance(name, str) and bits in (*range(2, 9), 16) and all(type(n) is int and n >= 0 for n in shape)
-                and (bits == 16 or (len(shape) == 2 and 0 not in shape))):
-            raise ValueError(f"no tensor is {name!r} with {bits} bits and shape {shape}")
-    if not codec.eof or sum(2 * math.prod(shape) + sum(shape) for _, _, shape, *_ in entries) > limit:
+    for name, shape, *coded in entries:
+        numbers = all(type(n) is int for n in (*shape, *coded)) and min(shape, default=0) >= 0
+        if not (isinstance(name, str) and numbers and len(coded) in (0, 3)
+                and (not coded or (len(shape) == 2 and 0 not in shape and max(map(abs, coded)) < 2**15))):
+            raise ValueError(f"no tensor is {name!r} with {coded} and shape {shape}")
+    if not codec.eof or sum(2 * math.prod(shape) + sum(shape) for _, shape, *_ in entries) > limit:
         raise ValueError(f"its tensors have over {limit} bytes")
     if (freqs.sum(1) != 2**PRECISION).any():
         raise ValueError("its tables do not sum to one")
     return entries, freqs, parts[1], data[position:]
 
-def unpack_artifact(data: bytes, limit: int) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Tensors and bits by name of an artifact, of at most `limit` bytes, or ArtifactError. Nothing in it is run."""
+def unpack_artifact(data: bytes, limit: int) -> dict[str, Tensor]:
+    """What was packed, tensors of at most `limit` bytes, or ArtifactError. Nothing in an artifact is run."""
     try:
         body = data[:-hashlib.sha256().digest_size]
         entries, freqs, side_data, code_data = read_head(body, limit)
-        groups, side_tables, ends = plan_side(entries)
-        tables = 3 * len(groups) + 2
-        if len(groups) > 2 or len(freqs) != tables + CLASSES * len(groups):
+        if len(freqs) != SIDE_TABLES + CLASSES:
             raise ValueError("its tables are not those of its tensors")
-        side = iter(np.split(rans_decode(side_data, side_tables, freqs[:tables]), ends))
+        side_tables, ends = plan_side(entries)
+        side = iter(np.split(rans_decode(side_data, side_tables, freqs[:SIDE_TABLES]), ends))
         tensors, matrices, classes = {}, [], []
-        for name, bits, shape, *centres in entries:
-            if bits == 16:
-                values = np.stack([next(side), next(side)], axis=1).view("<i2").reshape(shape)
-                tensors[name] = torch.from_numpy(values).view(torch.bfloat16)
-            else:
-                units = zip(centres[0], (1, 1, ROW_STEPS))
-                rows, columns, steps = (next(side).view(np.int8).astype(np.int32) * unit + c for c, unit in units)
-                classes.append(code_classes(rows, columns, groups.index(bits)))
+        for name, shape, *coded in entries:
+            parts = next(side), next(side)
+            if coded:
+                rows, columns = (part.view(np.int8).astype(np.int16) + centre for part, centre in zip(parts, coded))
+                classes.append(code_classes(rows, columns))
                 matrices.append(torch.empty(shape, dtype=torch.int8))
-                tensors |= {f"{name}.q": matrices[-1], f"{name}.step": torch.from_numpy(steps)}
-        codes = torch.from_numpy(rans_decode(code_data, join(classes), freqs[tables:]).view(np.int8))
+                tensors |= {f"{name}.q": matrices[-1], f"{name}.step": torch.tensor(coded[2], dtype=torch.int32)}
+            else:
+                values = np.stack(parts, axis=1).view("<i2").reshape(shape)
+                tensors[name] = torch.from_numpy(values).view(torch.bfloat16)
+        codes = torch.from_numpy(rans_decode(code_data, join(classes), freqs[SIDE_TABLES:]).view(np.int8))
         for t, part in zip(matrices, codes.split([t.numel() for t in matrices])):
             t.copy_(part.view_as(t))
         if body + seal(body, tensors) != data:
             raise ValueError("it is not what was written")
-        return tensors, {name: bits for name, bits, *_ in entries}
+        return tensors
     except Exception as error:  # noqa: BLE001 - damaged bytes fail in many ways that mean the same
         raise ArtifactError(f"it is no artifact, or damaged ({type(error).__name__}: {first_line(error)})") from None
 
-def dequantize(tensors: dict[str, Tensor], bits: dict[str, int], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def dequantize(tensors: dict[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights with the names, shapes and dtypes of `like`. Raises ArtifactError when they belong to another model."""
     remedy = "set the variables that it was trained with"
-    if names := sorted(like.keys() ^ bits.keys()):
+    stored = {key.removesuffix(".q"): t for key, t in tensors.items() if not key.endswith(".step")}
+    if names := sorted(like.keys() ^ stored.keys()):
         raise ArtifactError(f"it is of another model, {names[:3]} are not in both; {remedy}")
     state = {}
     for name, target in like.items():
-        value = tensors[name if bits[name] == 16 else f"{name}.q"].float()
+        value, step = stored[name].float(), tensors.get(f"{name}.step")
         if value.shape != target.shape:
             raise ArtifactError(f"{name} has shape {[*value.shape]}, this model needs {[*target.shape]}; {remedy}")
-        scale = 1.0 if bits[name] == 16 else step_scales(tensors[f"{name}.step"])[:, None]
-        state[name] = (value * scale).to(target.dtype)
+        state[name] = (value if step is None else value * step_scale(step)).to(target.dtype)
         if not bool(state[name].isfinite().all()):
             raise ArtifactError(f"{name} is not finite: the artifact is damaged")
     return state
@@ -1984,10 +1968,9 @@ SUMMARY_FORMATS = {
     "val_bpb": ".8f", "val_loss": ".8f", "pre_quant_val_bpb": ".8f", "int6_val_bpb": ".8f", "train_seconds": ".1f",
     "hessian_seconds": ".1f", "train_data_last_read_seconds": ".1f", "eval_seconds": ".1f", "total_seconds": ".1f",
     "steps": "d", "tokens": "d", "tokens_per_second": ".0f", "peak_memory_mib": "d", "code_bytes": "d",
-    "model_bytes": "d", "total_bytes": "d", "headroom_bytes": "d", "clip_factor": ".4f", "parameters": "d"}
+    "model_bytes": "d", "total_bytes": "d", "headroom_bytes": "d", "step_factor": ".4f", "parameters": "d"}
 
-BUDGET_MARGIN, BUDGET_PROBES = 10_000, 16  # bytes, tries
-FINEST_CLIP, COARSEST = 6.0, 6.0  # RMS deviations below which clipping costs more than finer codes gain; octaves
+BUDGET_MARGIN, BUDGET_PROBES, COARSEST = 10_000, 16, 6.0  # bytes, tries, octaves
 
 class Run:
     """One run on one rank: checks first, then train, write, re-read and score, then the summary."""
@@ -2067,7 +2050,7 @@ class Run:
         self.log.record("settings", **texts)
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
         estimate = len(self.source) + sum(
-            t.numel() * BYTES_PER_WEIGHT[storage_bits(name, t, hp) > 8] for name, t in self.model.state_dict().items())
+            t.numel() * BYTES_PER_WEIGHT[not is_coded(name, t, hp)] for name, t in self.model.state_dict().items())
         self.log(f"""machine: {world.size} x {device}, PyTorch {torch.__version__}, {choices}
 train_shards: {len(self.train_paths)}
 val_tokens: {self.val.targets}
@@ -2076,7 +2059,7 @@ batch: {hp.train_batch_tokens} tokens = {world.size} ranks x {plan.grad_accum_st
 {plan.micro_sequences} sequences of {hp.train_seq_len}
 tokenizer: {hp.tokenizer_path.stat().st_size} bytes (the rules do not count it)
 model_params:{self.parameters}
-artifact estimate: {estimate / 1e6:.1f} MB of {SIZE_CAP_BYTES / 1e6:.1f} (clips are scaled to fit)
+artifact estimate: {estimate / 1e6:.1f} MB of {SIZE_CAP_BYTES / 1e6:.1f} (steps are scaled to fit)
 sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
 
     def train(self) -> None:
@@ -2138,24 +2121,25 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         write_file(self.artifact, data)
         with contextlib.suppress(OSError):  # the next run replaces the artifact; under this name the file stays
             os.link(self.artifact, self.logs / f"{self.run_id}.int6.ptz")
-        label, size = f"int{self.hp.matrix_bits}+rans", len(data)
+        label, size = "int8+rans", len(data)
         self.log(f"sha256 of the artifact: {hashlib.sha256(data).hexdigest()}\nSerialized model {label}: {size} bytes\n"
                  f"Total submission size {label}: {size + len(self.source)} bytes")
 
     def quantize_to_fit(self, quantizer: Quantizer) -> bytes:
-        """Quantises and packs with all clips times a factor, found by secants inside a bracket, with which everything
+        """Quantises and packs with all steps times a factor, found by secants inside a bracket, with which everything
         ends less than BUDGET_MARGIN under TARGET_TOTAL_BYTES; the same factor on every rank."""
-        target, octaves, low, high, data = self.hp.target_total_bytes, 0.0, -math.inf, COARSEST, {}
-        finest = min(0.0, math.log2(FINEST_CLIP / self.hp.matrix_clip_sigmas))
+        target, low, high, data = self.hp.target_total_bytes, -math.inf, COARSEST, {}
+        octaves = math.log2(self.hp.quant_step_factor)
+        finest = min(octaves, math.log2(FINEST_STEP / max(CODE_STEPS.values())))
         for _ in range(BUDGET_PROBES):
             began, factor = time.perf_counter(), 2**octaves
             tensors = quantizer(factor)
             packing = time.perf_counter()
-            data[octaves] = pack_artifact(tensors, quantizer.bits) if self.world.is_main else b""
+            data[octaves] = pack_artifact(tensors) if self.world.is_main else b""
             total = self.world.broadcast_object(len(data[octaves])) + len(self.source)
-            self.results["clip_factor"] = factor
+            self.results["step_factor"] = factor
             self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s "
-                     f"clips x {factor:.4f}: {total} bytes in all")
+                     f"steps x {factor:.4f}: {total} bytes in all")
             fits = total <= target
             if not target or not quantizer.weights or (fits and (total > target - BUDGET_MARGIN or octaves == finest)):
                 break
@@ -2165,8 +2149,8 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             octaves = guess if low < guess < high else (max(low, finest) + high) / 2
         else:
             octaves = high if high in data else max(data)  # the finest that fits, else the coarsest
-            self.results["clip_factor"] = 2**octaves
-            self.log(f"WARNING: no clips end within {BUDGET_MARGIN} bytes of TARGET_TOTAL_BYTES={target}; they are "
+            self.results["step_factor"] = 2**octaves
+            self.log(f"WARNING: no steps end within {BUDGET_MARGIN} bytes of TARGET_TOTAL_BYTES={target}; they are "
                      f"scaled by {2**octaves:.4f}")
         return data[octaves]
 
@@ -2200,7 +2184,7 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         try:
             state = self.model.state_dict()
             limit = 8 * sum(t.numel() for t in state.values()) + 2**22  # twice what fp32 weights need
-            self.model.load_state_dict(dequantize(*unpack_artifact(data, limit), state))
+            self.model.load_state_dict(dequantize(unpack_artifact(data, limit), state))
         except ArtifactError as error:
             raise ArtifactError(f"{path} cannot be scored: {error}") from None
         total = len(self.source) + len(data)
