@@ -15,6 +15,7 @@ import importlib.util
 import json
 import math
 import os
+import pickle
 import platform
 import sys
 from collections.abc import Iterator, Mapping
@@ -98,7 +99,23 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8, help="on which divergence is measured")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = measure(load_script(args.script), args.checkpoint, args.calibration_sequences, args.sequences)
+    if min(args.calibration_sequences, args.sequences) < 1:
+        parser.error("--calibration-sequences and --sequences must be at least 1")
+    for path in (args.script, args.checkpoint):
+        if not path.is_file():
+            parser.error(f"{path}: no such file")
+    if args.out and args.out.exists():
+        parser.error(f"--out {args.out} exists; choose another name")
+    script = load_script(args.script)
+    if not hasattr(script, "CODE_STEPS"):
+        parser.error(f"{args.script} has no CODE_STEPS; give a script of records/track_non_record_16mb that has")
+    try:
+        rows = measure(script, args.checkpoint, args.calibration_sequences, args.sequences)
+    except script.RunError as error:
+        parser.error(str(error))
+    except (RuntimeError, pickle.UnpicklingError, AttributeError) as error:
+        parser.error(f"{args.checkpoint}: {script.first_line(error)} Give final_model.pt and set the variables that it was "
+                     "trained with")
     for row in rows:
         print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
                         for key, value in row.items()))

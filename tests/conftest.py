@@ -20,7 +20,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # for tests/test_kernels.py; Triton looks 
 
 import train_gpt as tg  # noqa: E402
 
-torch.set_num_threads(1)  # two workers share two cores: with two threads each the record's tests took 220 s, not 163
+torch.set_num_threads(1)  # two workers share two cores: with two threads each three files took 220 s, not 163
 
 TINY = {
     "VOCAB_SIZE": "512", "NUM_LAYERS": "5", "XSA_LAST_N": "5", "NUM_KV_HEADS": "2", "MODEL_DIM": "32",
