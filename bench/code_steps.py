@@ -113,9 +113,9 @@ def main() -> None:
         rows = measure(script, args.checkpoint, args.calibration_sequences, args.sequences)
     except script.RunError as error:
         parser.error(str(error))
-    except (RuntimeError, pickle.UnpicklingError, AttributeError) as error:
-        parser.error(f"{args.checkpoint}: {script.first_line(error)} Give final_model.pt and set the variables that it was "
-                     "trained with")
+    except (RuntimeError, pickle.UnpicklingError, AttributeError):
+        parser.error(f"{args.checkpoint} does not hold this model's weights; give final_model.pt of a run of this "
+                     "script and set the variables that it was trained with")
     for row in rows:
         print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
                         for key, value in row.items()))
