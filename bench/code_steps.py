@@ -36,9 +36,9 @@ def load_script(path: Path) -> ModuleType:
 @torch.no_grad()
 def log_probabilities(model: torch.nn.Module, ids: Tensor) -> Tensor:
     """Token ids (1, T) -> fp32 log-probabilities of what follows, (1, T, vocab_size)."""
-    hidden, weight = model.head(model.hidden(ids))
-    cap = model.hp.logit_softcap
-    return torch.log_softmax((cap * torch.tanh(hidden @ weight.T / cap)).float(), dim=-1)
+    hidden, cap = model.hidden(ids), model.hp.logit_softcap
+    logits = cap * torch.tanh(hidden @ model.tok_emb.weight.to(hidden.dtype).T / cap)
+    return torch.log_softmax(logits.float(), dim=-1)
 
 
 def divergence(model: torch.nn.Module, state: Mapping[str, Tensor], references: list[tuple[Tensor, Tensor]]) -> float:
@@ -53,7 +53,7 @@ def hessians(script: ModuleType, model: torch.nn.Module, sequences: Iterator[Ten
     collector = script.HessianCollector(model)
     with torch.no_grad():
         for _ in range(count):
-            collector.add("head", model.head(model.hidden(next(sequences)))[0])
+            collector.add("head", model.hidden(next(sequences)))
     return collector.finish(count, script.World())
 
 
@@ -72,7 +72,7 @@ def measure(script: ModuleType, checkpoint: Path, calibration: int, count: int) 
     model = script.build_model(hp, ops, device, torch.float32)
     whole = {name: t.to(device, torch.float32) for name, t in torch.load(checkpoint, map_location="cpu").items()}
     model.load_state_dict(whole)
-    loader = script.CoprimeLoader(script.check_train_shards(hp), hp.train_seq_len, 8, vocab_size=hp.vocab_size)
+    loader = script.CoprimeLoader(script.find_shards(hp, "train"), hp.train_seq_len, 8, vocab_size=hp.vocab_size)
     sequences = (torch.from_numpy(row[None]).to(device) for _ in iter(int, 1) for row in loader.next_batch()[0])
     quantizer = script.Quantizer(whole, hessians(script, model, sequences, calibration), hp)
     references = [(ids, log_probabilities(model, ids)) for ids, _ in zip(sequences, range(count))]

@@ -3,9 +3,11 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py     # the real run: 8 GPUs, ten minutes
     python train_gpt.py                                       # one process: GPU if there is one, else CPU
     EVAL_ONLY=final_model.int6.ptz python train_gpt.py        # score an artifact that exists
-    python train_gpt.py --help                                # every setting, its default and meaning
+    python train_gpt.py --print-config                        # every setting; Hyperparameters says what they mean
 
 Settings are environment variables. This file plus the compressed weights must fit in 16,000,000 bytes.
+Exit codes: 0 fine, 1 unexpected error, 2 settings, data or machine, 3 loss not finite, 4 over the size cap, 5 training
+data read after the cap, 6 artifact unreadable, 130 interrupted. (torchrun exits 1 and lists them.)
 """
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ import math
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -36,22 +39,22 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
+import sentencepiece
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 try:
-    import fcntl
-    import resource
-except ImportError:  # Windows: no lock on the output folder, no peak memory
-    fcntl = resource = None
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # the plain functions are used, and the log says so
+    triton = None
 
 # ---- Errors and limits -----------------------------------------------------------------------------------------------
 
-SIZE_CAP_BYTES = 16_000_000  # decimal megabytes, code plus compressed weights
-EVAL_CAP_SECONDS = 600
+SIZE_CAP_BYTES, EVAL_CAP_SECONDS = 16_000_000, 600  # decimal megabytes, code plus compressed weights
 
 class RunError(Exception):
     """A failure with one clear message and an exit code of its own; no traceback is printed."""
@@ -70,16 +73,16 @@ class ArtifactError(RunError, ValueError):
 def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
-EXIT_CODES = """Exit codes: 0 fine, 1 unexpected error, 2 settings, data or machine, 3 loss not finite, 4 over the size
-cap, 5 training data read after the cap, 6 artifact unreadable, 130 interrupted. (torchrun exits 1 and lists them.)"""
-
 # ---- Settings --------------------------------------------------------------------------------------------------------
 
-def setting(default: Any, meaning: str, **bounds: float) -> Any:
-    """A field with its help text and bounds: least (allowed itself), above and below (not allowed themselves), most."""
-    return field(default=default, metadata={"help": meaning, "bounds": bounds})
+def setting(default: Any, _meaning: str, **bounds: float) -> Any:
+    """A field with its meaning and bounds: least (allowed itself), above and below (not allowed themselves), most."""
+    return field(default=default, metadata=bounds)
 
-IGNORED_SETTINGS = ("ROPE_TRAIN_SEQ_LEN", "MUON_BETA2")  # in published run commands, where they have no effect either
+IGNORED_SETTINGS = (  # of the root script and of published run commands: a warning, no error
+    "EMBEDDING_DIM TIE_EMBEDDINGS EMBED_LR HEAD_LR XSA_LAST_N ATTENTION_GATE MUON_ROW_NORM POLAR_EXPRESS PRECISION "
+    "MUON_BACKEND_STEPS MUON_BETA2 EMA_DECAY GPTQ_ENABLED VAL_LOSS_EVERY ROPE_TRAIN_SEQ_LEN DETERMINISTIC "
+    "CONTROL_TENSOR_NAME_PATTERNS").split()
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -92,11 +95,9 @@ class Hyperparameters:
     eval_only: str = setting("", "path of an artifact to score instead of training")
     seed: int = setting(1337, "decides the initial weights only, never the data order", least=0, most=2**63 - 1)
     # machine
-    device: Literal["auto", "cuda", "mps", "cpu"] = setting("auto", "auto: cuda, else mps, else cpu")
-    precision: Literal["auto", "bf16", "fp32"] = setting("auto", "activations; auto: bf16 on GPUs that have it")
+    device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: cuda, else cpu")
     attention: Literal["auto", "fa3", "cudnn", "flash", "math"] = setting("auto", "attention kernel; a name forces it")
     kernels: Literal["auto", "0", "1"] = setting("auto", "fused Triton kernels; auto: on Hopper GPUs in bf16; 0: plain")
-    deterministic: bool = setting(False, "same settings and machine, same artifact bytes; slower on a GPU")
     compile: Literal["auto", "0", "1"] = setting("auto", "torch.compile; auto: on with CUDA and Triton")
     # length of the run
     iterations: int = setting(20000, "steps at most", above=0)
@@ -115,40 +116,30 @@ class Hyperparameters:
     val_batch_tokens: int = setting(524_288, "tokens of one validation batch over all ranks and parts", above=0)
     # evaluation and logs
     train_log_every: int = setting(500, "steps between log lines (0: never)", least=0)
-    val_loss_every: int = setting(4000, "steps between validations (0: only at the end)", least=0)
-    sliding_window_enabled: bool = setting(True, "score the artifact with overlapping windows: the official number")
+    sliding_window_enabled: Literal["1", "0"] = setting("1", "score the artifact with overlapping windows, officially")
     eval_stride: int = setting(64, "positions between sliding windows", above=0)
     # model
     num_layers: int = setting(11, "blocks; the first half feeds skips to the second", above=0)
     model_dim: int = setting(512, "width", above=0)
-    embedding_dim: int = setting(512, "width of the token table", above=0)
     num_heads: int = setting(8, "query heads", above=0)
     num_kv_heads: int = setting(4, "key and value heads", above=0)
     mlp_mult: float = setting(4.0, "MLP width over model width", above=0)
-    xsa_last_n: int = setting(11, "last blocks whose attention output drops its part along the own value", least=0)
-    tie_embeddings: bool = setting(True, "output head = token table")
     logit_softcap: float = setting(30.0, "logits are cap * tanh(z / cap)", above=0)
     rope_base: float = setting(10000.0, "rotary base at the training length", above=0)
-    rope_dims: int = setting(16, "rotated dimensions of a head (0: all)", least=0)
+    rope_dims: int = setting(16, "rotated dimensions of a head", least=4)
     ve_dim: int = setting(128, "width of the value embedding", above=0)
     ve_layers: str = setting("9,10", "blocks that add the value embedding (empty: none)")
     qk_gain_init: float = setting(5.0, "initial gain on normed queries")
-    attention_gate: bool = setting(True, "a gate on each head's output, from the first channels of its input")
     loop_layers: str = setting("3-5", "first and last block of the loop")
     loop_repeats: int = setting(2, "further passes through the loop", above=0)
     loop_start: float = setting(0.35, "share of the run after which the loop is on (1: never)", least=0, most=1)
     parallel_from: int = setting(8, "first block whose attention and MLP read a lane each (0: none)", least=0)
-    tied_embed_init_std: float = setting(0.005, "initial deviation of the tied token table", above=0)
+    tied_embed_init_std: float = setting(0.005, "initial deviation of the token table", above=0)
     # optimizers
-    embed_lr: float = setting(0.6, "rate of the tables, untied", least=0, most=1e30)
-    head_lr: float = setting(0.008, "rate of the output head, untied", least=0, most=1e30)
-    tied_embed_lr: float = setting(0.03, "rate of the tables, tied", least=0, most=1e30)
+    tied_embed_lr: float = setting(0.03, "rate of the tables", least=0, most=1e30)
     matrix_lr: float = setting(0.02, "Muon's rate", least=0, most=1e30)
     scalar_lr: float = setting(0.02, "rate of gains, gates and scales", least=0, most=1e30)
     muon_momentum: float = setting(0.97, "Muon's momentum after its warm-up", least=0, below=1)
-    muon_backend_steps: int = setting(5, "Newton-Schulz iterations", above=0)
-    muon_row_norm: bool = setting(True, "Muon divides each row of an update by its norm first (MuonEq-R)")
-    polar_express: bool = setting(True, "Newton-Schulz with a polynomial for each iteration (Polar Express)")
     muon_momentum_warmup_start: float = setting(0.92, "Muon's momentum at step 0", least=0, below=1)
     muon_momentum_warmup_steps: int = setting(1500, "steps until Muon's full momentum", least=0)
     beta1: float = setting(0.9, "AdamW", least=0, below=1)
@@ -158,20 +149,12 @@ class Hyperparameters:
     adam_wd: float = setting(0.02, "decay of gains, gates and scales", least=0)
     muon_wd: float = setting(0.085, "decay of Muon's matrices: the dial of the artifact's size", least=0)
     embed_wd: float = setting(0.085, "decay of the tables", least=0)
-    ema_decay: float = setting(0.997, "average of the weights that is quantised", least=0, below=1)
-    ema_steps_fraction: float = setting(
-        0.06, "horizon of that average as a share of the expected steps (0: EMA_DECAY decides)", least=0, most=1)
+    ema_steps_fraction: float = setting(0.06, "horizon of the averaged weights, of all expected steps", above=0, most=1)
     # quantisation and artifact
-    quant_step_factor: float = setting(1.0, "factor on all steps of codes; with a target only where the search begins",
-                                       above=0)
-    gptq_enabled: bool = setting(True, "GPTQ with Hessians from training data; else rounding to the nearest")
+    quant_step_factor: float = setting(1.0, "on all steps of codes; with a target the search begins there", above=0)
     gptq_calibration_batches: int = setting(64, "micro-batches for the Hessians", above=0)
     gptq_reserve_seconds: float = setting(10.0, "part of the cap kept for the Hessians", least=0)
-    target_total_bytes: int = setting(
-        15_995_000, "code plus artifact: the steps of codes grow or shrink until just under it (0: as they are)", least=0)
-    control_tensor_name_patterns: str = setting(
-        "attn_scale,mlp_scale,resid_mix,q_gain,skip_weight,skip_gates,ve_layer_scales,ve_shared.scale,attn.gate,lane_mix",
-        "parameters that stay fp32 and out of Muon and int8, by part of name")
+    target_total_bytes: int = setting(15_995_000, "code plus artifact end just under it (0: steps stay)", least=0)
 
     # derived
     head_dim = property(lambda hp: hp.model_dim // hp.num_heads)
@@ -180,15 +163,11 @@ class Hyperparameters:
     loop_fits = property(lambda hp: hp.loop_bounds[-1] < hp.num_layers)
     loops = property(lambda hp: hp.loop_start < 1 and hp.loop_fits)
     parallel_layers = property(lambda hp: range(hp.parallel_from or hp.num_layers, hp.num_layers))
-    control_patterns = property(lambda hp: re.findall(r"[^,\s]+", hp.control_tensor_name_patterns))
+    ramp_seq_len = property(lambda hp: hp.train_seq_len // hp.context_parts)
     dataset_dir = property(lambda hp: Path(hp.data_dir, f"datasets/fineweb10B_sp{hp.vocab_size}"))
     tokenizer_path = property(lambda hp: Path(hp.data_dir, f"tokenizers/fineweb_{hp.vocab_size}_bpe.model"))
-    fetch = property(
-        lambda hp: f"`python data/cached_challenge_fineweb.py --variant sp{hp.vocab_size}` or set DATA_DIR")
-    ramp_seq_len = property(lambda hp: hp.train_seq_len // hp.context_parts)
-    train_cap_seconds = property(  # so that the Hessians still fit; 0: no cap
-        lambda hp: max(0.0, hp.max_wallclock_seconds - hp.gptq_reserve_seconds * hp.gptq_enabled))
-
+    fetch = property(lambda hp: f"run data/cached_challenge_fineweb.py --variant sp{hp.vocab_size} or set DATA_DIR")
+    train_cap_seconds = property(lambda hp: max(0.0, hp.max_wallclock_seconds - hp.gptq_reserve_seconds))  # 0: no cap
     unused = property(lambda hp: [  # in words: the default depth has them, a shallow model has not
         f"{name} is set, but the model has only {hp.num_layers} blocks" for name, set_but_unused in (
             (f"LOOP_LAYERS={hp.loop_layers}", hp.loop_start < 1 and not hp.loop_fits),
@@ -201,7 +180,7 @@ class Hyperparameters:
         for item in fields(cls):
             try:
                 if (raw := environ.get(item.name.upper())) is not None:
-                    values[item.name] = parse_setting(raw, hints[item.name], item.metadata["bounds"])
+                    values[item.name] = parse_setting(raw, hints[item.name], item.metadata)
             except ValueError as error:
                 problems.append(f"{item.name.upper()}={raw!r} {error}")
         hp, known = cls(**values), [*map(str.upper, hints), *IGNORED_SETTINGS]
@@ -212,11 +191,11 @@ class Hyperparameters:
         return hp
 
 def parse_setting(raw: str, kind: Any, bounds: Mapping[str, float]) -> Any:
-    """One environment value as bool (0 or 1), int, float, str or one of a Literal's choices. Raises ValueError."""
-    if choices := ("0", "1") if kind is bool else get_args(kind):
+    """One environment value as int, float, str or one of a Literal's choices. Raises ValueError."""
+    if choices := get_args(kind):
         if raw not in choices:
             raise ValueError(f"must be one of {', '.join(choices)}")
-        return raw == "1" if kind is bool else raw
+        return raw
     try:
         value = kind(raw)
         if kind is float and not math.isfinite(value):
@@ -230,20 +209,15 @@ def parse_setting(raw: str, kind: Any, bounds: Mapping[str, float]) -> Any:
             raise ValueError(f"must be {words} {limit}")
     return value
 
-def format_setting(value: Any) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)
-
 def conflicts(hp: Hyperparameters) -> list[str]:
     """Every broken rule between settings, as a message with values, rule and remedy."""
-    layers, rotated = hp.ve_layer_list, hp.rope_dims or hp.head_dim
-    fits = [n for n in range(1, hp.model_dim + 1) if hp.model_dim % (2 * n) == 0]
+    layers, fits = hp.ve_layer_list, [n for n in range(1, hp.model_dim + 1) if hp.model_dim % (2 * n) == 0]
     rules = [
         ("NUM_HEADS", hp.num_heads in fits, f"must cut MODEL_DIM={hp.model_dim} into heads of even size: {fits}"),
         ("NUM_KV_HEADS", hp.num_heads % hp.num_kv_heads == 0, f"must divide NUM_HEADS={hp.num_heads}"),
-        ("ROPE_DIMS", rotated % 2 == 0 and 4 <= rotated <= hp.head_dim,
-         f"must be 0 or an even number from 4 to the head size {hp.head_dim}"),
+        ("ROPE_DIMS", hp.rope_dims % 2 == 0 and hp.rope_dims <= hp.head_dim,
+         f"must be an even number from 4 to the head size {hp.head_dim}"),
         ("MLP_MULT", hp.mlp_mult * hp.model_dim >= 1, f"times MODEL_DIM={hp.model_dim} must be at least 1"),
-        ("XSA_LAST_N", hp.xsa_last_n <= hp.num_layers, f"must be at most NUM_LAYERS={hp.num_layers}"),
         ("VE_LAYERS", re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*|", hp.ve_layers) and len({*layers}) == len(layers)
          and max(layers, default=0) < hp.num_layers, f"must be different numbers below NUM_LAYERS={hp.num_layers}"),
         ("LOOP_LAYERS", re.fullmatch(r"\d+-\d+", hp.loop_layers) and hp.loop_bounds[0] <= hp.loop_bounds[1]
@@ -255,10 +229,7 @@ def conflicts(hp: Hyperparameters) -> list[str]:
         ("EVAL_STRIDE", hp.eval_stride <= hp.eval_seq_len, f"must be at most EVAL_SEQ_LEN={hp.eval_seq_len}"),
         ("MAX_WALLCLOCK_SECONDS", hp.max_wallclock_seconds <= 0 or hp.train_cap_seconds > 0,
          f"must be over GPTQ_RESERVE_SECONDS={hp.gptq_reserve_seconds}, or 0 for no cap"),
-        ("MUON_BACKEND_STEPS", hp.muon_backend_steps <= len(POLAR_EXPRESS) or not hp.polar_express,
-         f"must be at most {len(POLAR_EXPRESS)} with POLAR_EXPRESS=1"),
-        ("WARMUP_STEPS", hp.warmup_steps > 1 or hp.train_cap_seconds <= 0 or not hp.ema_steps_fraction,
-         "must be at least 2 to foretell the steps that fit into the cap, or set EMA_STEPS_FRACTION=0"),
+        ("WARMUP_STEPS", hp.warmup_steps > 1 or hp.train_cap_seconds <= 0, "must be at least 2 under a cap"),
         ("RUN_ID", re.fullmatch(r"[\w.@+-]*", hp.run_id), "names files: use letters, digits and . _ @ + - only")]
     return [f"{name}={getattr(hp, name.lower())!r} {rule}" for name, holds, rule in rules if not holds]
 
@@ -272,19 +243,17 @@ class BatchPlan:
 
 def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
     """Cuts TRAIN_BATCH_TOKENS over ranks and accumulation. Raises SetupError naming sizes that divide."""
-    batch, unit = hp.train_batch_tokens, world_size * hp.train_seq_len
-    per_rank, rest = divmod(batch, unit)
+    per_rank, rest = divmod(hp.train_batch_tokens, unit := world_size * hp.train_seq_len)
     if rest:
-        fits = " or ".join(str(n * unit) for n in (per_rank, per_rank + 1) if n)
-        raise SetupError(f"TRAIN_BATCH_TOKENS={batch} must be a multiple of {unit}, ranks x TRAIN_SEQ_LEN; use {fits}")
+        raise SetupError(f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} must be a multiple of {unit}, ranks x sequence")
     divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
     micro = hp.micro_batch_tokens / hp.train_seq_len or per_rank / max(1, 8 / world_size)
     if micro not in divisors:
-        raise SetupError(f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens} must cut a rank's {per_rank * hp.train_seq_len} "
-                         f"tokens; set MICRO_BATCH_TOKENS to one of {[n * hp.train_seq_len for n in divisors]}")
-    accum, micro = per_rank // int(micro), int(micro)
+        fits = [n * hp.train_seq_len for n in divisors]
+        raise SetupError(f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens} must be one of {fits}, to cut a rank's batch")
+    accum = per_rank // int(micro)
     eval_sequences = max(1, hp.val_batch_tokens // (world_size * accum) // hp.eval_seq_len)
-    return BatchPlan(accum, micro, micro * world_size, eval_sequences)
+    return BatchPlan(accum, int(micro), int(micro) * world_size, eval_sequences)
 
 # ---- Machine: ranks, device, clock, log ------------------------------------------------------------------------------
 
@@ -324,7 +293,6 @@ class World:
         everyone = part.new_empty(self.size * part.size(0), *part.shape[1:])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in PyTorch 2.13
         return everyone, gather(everyone, part, async_op=True)
-
     def sum(self, tensor: Tensor) -> Tensor:
         if self.size > 1:
             dist.all_reduce(tensor)
@@ -340,39 +308,23 @@ class World:
             dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-def rank_share(count: int, rank: int, world_size: int) -> range:
-    """The part [count * rank // world, count * (rank + 1) // world) of `count` items that belongs to one rank."""
-    return range(count * rank // world_size, count * (rank + 1) // world_size)
-
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """cuda, else mps (untested by us), else cpu; a name forces one. Raises SetupError when it is not there."""
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    name = next(n for n in present if present[n]) if wanted == "auto" else wanted
-    if not present[name]:
-        raise SetupError(f"DEVICE={name}, but PyTorch {torch.__version__} finds none; unset DEVICE")
-    if name == "cuda" and local_rank >= (count := torch.cuda.device_count()):
-        raise SetupError(f"LOCAL_RANK={local_rank}, but {count} GPUs are visible; use --nproc_per_node={count}")
-    return torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
+    """cuda, else cpu; a name forces one. Raises SetupError when it is not there."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if local_rank >= (count := torch.cuda.device_count()):
+        raise SetupError(f"LOCAL_RANK={local_rank}, but {count} GPUs are visible; use --nproc_per_node={count}"
+                         if count else f"DEVICE=cuda, but PyTorch {torch.__version__} finds none; unset DEVICE")
+    return torch.device("cuda", local_rank)
 
-def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
-    if wanted != "auto":
-        return {"bf16": torch.bfloat16, "fp32": torch.float32}[wanted], f"PRECISION={wanted}"
-    if device.type != "cuda":
-        return torch.float32, device.type
-    if torch.cuda.is_bf16_supported(including_emulation=False):
+def choose_dtype(device: torch.device) -> tuple[torch.dtype, str]:
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16, "the GPU has bf16"
-    return torch.float32, "WARNING: no bf16 on this GPU: slower, twice the memory"
-
+    return torch.float32, "WARNING: no bf16 on this GPU: slower" if device.type == "cuda" else device.type
 def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
-    if wanted != "auto":
-        return wanted == "1", f"COMPILE={wanted}"
-    if device.type != "cuda":
-        return False, f"{device.type}; COMPILE=1 forces it"
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        return False, f"WARNING: slow eager mode, no Triton ({error})"
-    return True, "CUDA and Triton"
+    if wanted != "auto" or device.type != "cuda":
+        return wanted == "1", f"COMPILE={wanted} on {device.type}"
+    return triton is not None, "CUDA and Triton" if triton else "WARNING: slow eager mode, no Triton"
 
 def join_world(hp: Hyperparameters, environ: Mapping[str, str]) -> World:
     """Reads torchrun's variables, picks the device and joins the process group when there are several ranks."""
@@ -387,6 +339,8 @@ def join_world(hp: Hyperparameters, environ: Mapping[str, str]) -> World:
     control = dist.new_group() if size > 1 else None
     return World(rank, size, device, control, torch.cuda.Stream(gpu) if gpu else None)
 
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -395,13 +349,12 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     """Peak MiB (allocated, reserved) on the GPU, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) >> 20, torch.cuda.max_memory_reserved(device) >> 20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if resource else 0
-    return (peak >> (20 if sys.platform == "darwin" else 10),) * 2  # it is in bytes on macOS, in KiB on Linux
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,) * 2
 
 class Stopwatch:
     """The training clock: it counts only between start() and stop(), and only it is held against the cap."""
-    def __init__(self, seconds: float = 0.0) -> None:
-        self._total, self._since = seconds, None
+    def __init__(self) -> None:
+        self._total, self._since = 0.0, None
     @property
     def seconds(self) -> float:
         return self._total + (0.0 if self._since is None else time.perf_counter() - self._since)
@@ -418,8 +371,7 @@ class RunLog:
     def __call__(self, line: str, console: bool = True) -> None:
         self._write("txt", line)
         if self._files and console:
-            tqdm.write(line)
-            sys.stdout.flush()
+            print(line, flush=True)
     def record(self, kind: str, **values: Any) -> None:
         self._write("jsonl", json.dumps({"type": kind, **values}))
     def _write(self, ending: str, line: str) -> None:
@@ -445,79 +397,49 @@ def write_file(path: Path, data: bytes) -> None:
 
 # ---- Data: tokenizer bytes, shards, validation tokens, coprime-stride loader -----------------------------------------
 
-SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
-BOS_ID = 1
+SHARD_MAGIC, SHARD_HEADER_INTS = [20240520, 1], 256
 SPACE_MARKER = "\u2581"  # SentencePiece's visible space; an escape, since encoding accidents have faked scores
 
-@dataclass(frozen=True)
-class ByteTables:
-    """UTF-8 bytes of each token: `base_bytes` int16, `has_leading_space` and `is_boundary` bool, all (vocab,)."""
-    base_bytes: np.ndarray
-    has_leading_space: np.ndarray
-    is_boundary: np.ndarray
-
-    def count(self, tokens: np.ndarray) -> int:
-        """Bytes of tokens[1:], each after its predecessor: a piece's space counts unless a boundary comes before."""
-        spaces = self.has_leading_space[tokens[1:]] & ~self.is_boundary[tokens[:-1]]
-        return int(self.base_bytes[tokens[1:]].sum(dtype=np.int64) + spaces.sum())
-
-def byte_tables(tokenizer: Any) -> ByteTables:
-    """Tables of a SentencePiece processor. Raises SetupError when it has no piece for a lone space or a damaged one."""
+def byte_tables(tokenizer: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each token its UTF-8 bytes, int16, whether a space leads it and whether it is a boundary, bool, (vocab,)."""
     if tokenizer.piece_to_id(SPACE_MARKER) == tokenizer.unk_id():
         raise SetupError("the tokenizer has no piece for a space (U+2581); train it on text with spaces")
     ids = range(tokenizer.vocab_size())
     boundary = [tokenizer.is_control(i) or tokenizer.is_unknown(i) or tokenizer.is_unused(i) for i in ids]
-    try:
-        pieces = ["" if boundary[i] else "x" if tokenizer.is_byte(i) else tokenizer.id_to_piece(i) for i in ids]
-    except UnicodeDecodeError as error:
-        raise SetupError(f"a piece of the tokenizer is damaged ({error}); fetch it again") from None
+    pieces = ["" if boundary[i] else "x" if tokenizer.is_byte(i) else tokenizer.id_to_piece(i) for i in ids]
     sizes = [len(piece.removeprefix(SPACE_MARKER).encode()) for piece in pieces]
     spaces = [piece.startswith(SPACE_MARKER) for piece in pieces]
-    return ByteTables(np.array(sizes, np.int16), np.array(spaces), np.array(boundary))
+    return np.array(sizes, np.int16), np.array(spaces), np.array(boundary)
 
 def load_tokenizer(hp: Hyperparameters) -> Any:
     """The SentencePiece processor of this run. Raises SetupError when missing or of another size."""
-    import sentencepiece
-
     try:
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(hp.tokenizer_path))
-    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # the last: a message that quotes a damaged piece
+    except (OSError, RuntimeError) as error:
         raise SetupError(f"no tokenizer at {hp.tokenizer_path} ({error}); {hp.fetch}") from None
     if (size := tokenizer.vocab_size()) != hp.vocab_size:
         raise SetupError(f"VOCAB_SIZE={hp.vocab_size} must be {size}, the pieces of {hp.tokenizer_path}")
     return tokenizer
 
-def shard_tokens(path: Path) -> int:
-    """Token count of a shard, with header and file size checked. Raises SetupError."""
+def open_shard(path: Path) -> np.ndarray:
+    """The tokens of a shard as a read-only uint16 memory map, header and file size checked. Raises SetupError."""
     header, size = np.fromfile(path, "<i4", SHARD_HEADER_INTS).tolist(), path.stat().st_size
     count = header[2] if len(header) == SHARD_HEADER_INTS else 0
     expected = SHARD_HEADER_INTS * 4 + 2 * count
-    if header[:2] != [SHARD_MAGIC, SHARD_VERSION] or size != expected:
-        raise SetupError(f"{path} must begin with {SHARD_MAGIC}, {SHARD_VERSION} and have {expected} bytes, not "
-                         f"{header[:2]} and {size}; fetch it again")
-    return count
-
-def open_shard(path: Path) -> np.ndarray:
-    """The tokens of a shard as a read-only uint16 memory map. Raises SetupError."""
-    shard_tokens(path)
+    if header[:2] != SHARD_MAGIC or size != expected:
+        raise SetupError(f"{path} must begin with {SHARD_MAGIC} and have {expected} bytes, not {size}; fetch it again")
     return np.memmap(path, "<u2", "r")[2 * SHARD_HEADER_INTS:]
-def find_shards(hp: Hyperparameters, split: str) -> list[Path]:
-    if paths := sorted(hp.dataset_dir.glob(f"fineweb_{split}_*.bin")):
-        return paths
-    raise SetupError(f"no {split} shards in {hp.dataset_dir}; {hp.fetch}")
+
 def check_token_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
     if tokens.max(initial=0) >= vocab_size:
         raise SetupError(f"{path} holds token {tokens.max()}, but VOCAB_SIZE={vocab_size}; fetch both again")
 
-def check_train_shards(hp: Hyperparameters) -> list[Path]:
-    """Train shards in order, with headers, sizes and the first ids of each checked. Raises SetupError."""
-    paths, total = find_shards(hp, "train"), 0
+def find_shards(hp: Hyperparameters, split: str) -> list[Path]:
+    """Shards in order, with headers, sizes and the first ids of each checked. Raises SetupError."""
+    if not (paths := sorted(hp.dataset_dir.glob(f"fineweb_{split}_*.bin"))):
+        raise SetupError(f"no {split} shards in {hp.dataset_dir}; {hp.fetch}")
     for path in paths:
-        tokens = open_shard(path)
-        check_token_ids(tokens[:65_536], hp.vocab_size, path)
-        total += len(tokens)
-    if total <= hp.train_batch_tokens:
-        raise SetupError(f"{total} train tokens must exceed TRAIN_BATCH_TOKENS={hp.train_batch_tokens}; fetch more")
+        check_token_ids(open_shard(path)[:65_536], hp.vocab_size, path)
     return paths
 
 @dataclass(frozen=True)
@@ -528,56 +450,18 @@ class ValidationSet:
     note: str  # what the number of bytes stands for
     targets = property(lambda self: len(self.tokens) - 1)
 
-    def bits_per_byte(self, mean_loss: float) -> float:
-        """Mean nats per target token -> bits per byte."""
-        return mean_loss / math.log(2) * self.targets / self.target_bytes
-
-def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
+def load_validation(hp: Hyperparameters, tables: tuple[np.ndarray, np.ndarray, np.ndarray]) -> ValidationSet:
     """All validation shards, joined and cut to whole sequences plus one token. Raises SetupError."""
-    paths, manifest = find_shards(hp, "val"), Path(hp.data_dir) / "manifest.json"
-    tokens = np.concatenate([open_shard(path) for path in paths])
+    tokens = np.concatenate([open_shard(path) for path in find_shards(hp, "val")])
     check_token_ids(tokens, hp.vocab_size, hp.dataset_dir)
     if len(tokens) <= hp.eval_seq_len:
         raise SetupError(f"{len(tokens)} val tokens must exceed EVAL_SEQ_LEN={hp.eval_seq_len}; fetch more")
     rest = (len(tokens) - 1) % hp.eval_seq_len
     used = tokens[:len(tokens) - rest]
-    try:
-        datasets = json.loads(manifest.read_text("utf-8"))["datasets"] if manifest.is_file() else []
-        entry = next((dict(d) for d in datasets if d["name"] == hp.dataset_dir.name), {})
-        whole = {"docs_val": int((tokens == BOS_ID).sum()), "tokens_val": len(tokens),
-                 "bytes_val_normalised": tables.count(tokens)}
-        if (target_bytes := tables.count(used)) < 1:
-            raise SetupError(f"the val tokens stand for {target_bytes} bytes; fetch shards and manifest again")
-        note = f"normalised text; {rest} tail tokens not scored; {check_manifest(hp, entry, whole)}"
-    except SetupError:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise SetupError(f"{manifest} is damaged ({error!r}); fetch it again or remove it") from None
-    return ValidationSet(used, target_bytes, note)
-
-def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, int]) -> str:
-    """The whole validation split against the manifest, in words. Raises SetupError: such a score compares with none."""
-    stats, splits = entry.get("stats") or {}, entry.get("splits") or {}
-    if wrong := [f"{name} {stats[name]}, found {n}" for name, n in whole.items() if stats.get(name, n) != n]:
-        raise SetupError(f"{hp.dataset_dir} is not that of manifest.json ({'; '.join(wrong)}); {hp.fetch}")
-    if {"val", "train"} <= {*splits}:
-        (a, b), (c, d) = ((splits[split]["first_doc"], splits[split]["last_doc"]) for split in ("val", "train"))
-        if a <= d and c <= b:
-            raise SetupError(f"val documents {a} to {b} and train documents {c} to {d} overlap; export them again")
-    note = ", ".join(f"{count} {name}" for name, count in whole.items())
-    note += f", {stats['bytes_val_source']} source bytes" if "bytes_val_source" in stats else ""
-    known = "yes" if {*whole} <= {*stats} else "as far as it says" if {*whole} & {*stats} else "it says nothing"
-    unofficial = "; UNOFFICIAL SPLIT" * bool(entry.get("unofficial_split"))
-    return f"whole split: {note}; matches manifest: {known}{unofficial}"
-
-def draw_walk(rng: np.random.Generator, tokens: int, seq_len: int) -> tuple[int, Iterator[int]]:
-    """A walk over a shard of more than seq_len tokens: the number of its blocks and their first tokens, each once."""
-    phase = int(rng.integers(min(seq_len, tokens - seq_len)))
-    blocks = (tokens - 1 - phase) // seq_len
-    start, stride = int(rng.integers(blocks)), 0  # (a choice among one number takes nothing from `rng`)
-    while math.gcd(stride, blocks) != 1:  # coprime: all blocks come
-        stride = int(rng.integers(1, blocks))
-    return blocks, (phase + seq_len * ((start + i * stride) % blocks) for i in range(blocks))
+    base_bytes, leading_space, boundary = tables
+    spaces = leading_space[used[1:]] & ~boundary[used[:-1]]  # a piece's space counts unless a boundary comes before
+    target_bytes = int(base_bytes[used[1:]].sum(dtype=np.int64) + spaces.sum())
+    return ValidationSet(used, target_bytes, f"normalised text; {rest} tail tokens not scored")
 
 class CoprimeLoader:
     """The recipe's data order, alike on all ranks and in each new loader: each draw mixes windows of many shards."""
@@ -585,7 +469,7 @@ class CoprimeLoader:
                  vocab_size: int = 65536) -> None:
         self.paths, self.seq_len, self.draw_windows, self.vocab_size = paths, seq_len, draw_windows, vocab_size
         self.rank, self.world_size, self.draws = rank, world_size, 0
-        self.lengths = [shard_tokens(path) for path in paths]
+        self.lengths = [len(open_shard(path)) for path in paths]
         self.walks: dict[int, Iterator[int]] = {}  # by shard
         self.blocks_left = {i: (n - 1) // seq_len for i, n in enumerate(self.lengths) if n > seq_len}
         if not self.blocks_left:
@@ -620,7 +504,6 @@ class CoprimeLoader:
         check_token_ids(rows, self.vocab_size, self.paths[mine[int(rows.max(axis=1).argmax())][0]])
         rows = rows.astype(np.int64)
         return rows[:, :-1], rows[:, 1:]
-
     def _read(self, shard: int, start: int) -> np.ndarray:
         """Read, not mapped: a mapped file that shrinks or whose disk fails would kill the process without a word."""
         path, count = self.paths[shard], self.seq_len + 1
@@ -629,11 +512,20 @@ class CoprimeLoader:
             raise SetupError(f"{path} ends before token {start + count}: it changed; fetch it again")
         return tokens
 
+    def _walk(self, tokens: int) -> tuple[int, Iterator[int]]:
+        """A walk over a shard of more than seq_len tokens: how many blocks, and their first tokens, each once."""
+        phase = int(self.rng.integers(min(self.seq_len, tokens - self.seq_len)))
+        blocks = (tokens - 1 - phase) // self.seq_len
+        start, stride = int(self.rng.integers(blocks)), 0  # (a choice among one number takes nothing from `rng`)
+        while math.gcd(stride, blocks) != 1:  # coprime: all blocks come
+            stride = int(self.rng.integers(1, blocks))
+        return blocks, (phase + self.seq_len * ((start + i * stride) % blocks) for i in range(blocks))
+
     def _take(self, shard: int, count: int) -> list[tuple[int, int]]:
         windows = []
         for _ in range(count):
             if shard not in self.walks or not self.blocks_left[shard]:
-                self.blocks_left[shard], self.walks[shard] = draw_walk(self.rng, self.lengths[shard], self.seq_len)
+                self.blocks_left[shard], self.walks[shard] = self._walk(self.lengths[shard])
             self.blocks_left[shard] -= 1
             windows.append((shard, next(self.walks[shard])))
         return [windows[k] for k in self.rng.permutation(count)]
@@ -641,23 +533,18 @@ class CoprimeLoader:
 class Prefetcher:
     """Reads a loader ahead in a thread. Each batch has its own pinned memory, so none is overwritten in flight."""
     def __init__(self, loader: CoprimeLoader, device: torch.device, clock: Stopwatch) -> None:
-        self.loader, self.device, self.clock = loader, device, clock
-        self.last_read_seconds = self.wait_seconds = 0.0
+        self.loader, self.device, self.clock, self.last_read_seconds = loader, device, clock, 0.0
         self._thread = ThreadPoolExecutor(1)
         self._ahead = deque(self._thread.submit(self._read) for _ in range(3))  # batches read ahead
     def _read(self) -> list[Tensor]:
         batch = [torch.from_numpy(np.ascontiguousarray(part)) for part in self.loader.next_batch()]
         self.last_read_seconds = self.clock.seconds
         return [part.pin_memory() for part in batch] if self.device.type == "cuda" else batch
-
     def next(self) -> list[Tensor]:
         """Inputs and targets on the device, int64 (sequences, seq_len); waits for the reader or raises its error."""
-        began = time.perf_counter()
         batch = self._ahead.popleft().result()
         self._ahead.append(self._thread.submit(self._read))
-        self.wait_seconds += time.perf_counter() - began
         return [part.to(self.device, non_blocking=True) for part in batch]
-
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
@@ -666,17 +553,13 @@ class Prefetcher:
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # causal; q (B, T, H, D), k and v (B, T, KV, D) -> as q
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's kernel, the one that `use_sdpa_backend` left on."""
+    """PyTorch's kernel, the one that `choose_attention` left on."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1)).transpose(1, 2)
-def use_sdpa_backend(name: str) -> None:
-    for backend in ("cudnn", "flash", "math", "mem_efficient"):
-        getattr(torch.backends.cuda, f"enable_{backend}_sdp")(backend == name)
 
 def fa3_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """FlashAttention-3. Raises ImportError when the package is not there."""
     from flash_attn_interface import flash_attn_func
-
     out = flash_attn_func(q, k, v, causal=True)
     return out[0] if isinstance(out, tuple) else out  # some versions also return the log-sum-exp
 
@@ -702,21 +585,15 @@ def largest_error(function: Callable[..., Any], twin: Callable[..., Any], inputs
         results.append([t.detach().float() for t in (*outs, *gradients)])
     return float(torch.stack([(ours - twins).norm() / twins.norm() for ours, twins in zip(*results)]).max())
 
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
 def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> tuple[AttentionFunction, str]:
     """FlashAttention-3, else cuDNN on Hopper or newer, else flash, else math, and why; ATTENTION forces one.
-
     Each is tried forward and backward: builds exist that import and fail at the first launch. Raises SetupError."""
     forced, refused, kv_shape = hp.attention != "auto", [], (2, 96, hp.num_kv_heads, hp.head_dim)
     inputs = random_inputs(device, dtype, (2, 96, hp.num_heads, hp.head_dim), kv_shape, kv_shape)
-    for name in [hp.attention] if forced else ["fa3", "cudnn", "flash", "math"]:
+    for name in [hp.attention] if forced else ["fa3", *["cudnn"] * is_hopper(device), "flash", "math"]:
         try:
-            if name == "cudnn" and not (device.type == "cuda" if forced else is_hopper(device)):
-                raise RuntimeError("needs a CUDA GPU; slower than flash before Hopper")
-            if name != "fa3":
-                use_sdpa_backend(name)
+            for backend in ("cudnn", "flash", "math", "mem_efficient"):
+                getattr(torch.backends.cuda, f"enable_{backend}_sdp")(backend == name)
             function = fa3_attention if name == "fa3" else sdpa_attention
             if not (error := largest_error(function, math_attention, inputs)) < 3e-2:  # bf16 rounding is under 1e-2
                 raise RuntimeError(f"its result is off by {error:.1e}")
@@ -727,13 +604,6 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
     raise SetupError(f"ATTENTION={hp.attention} cannot be used here: {'; '.join(refused)}; unset ATTENTION")
 
 # ---- Operations: plain PyTorch, and the Triton kernels that must equal it --------------------------------------------
-
-try:
-    import triton
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # the plain functions are used, and the log says so
-    triton = None
 
 QKV = tuple[Tensor, Tensor, Tensor]  # (B, T, H, D), (B, T, KV, D), (B, T, KV, D)
 Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, rotated dims / 2)
@@ -748,7 +618,7 @@ def rms_norm(x: Tensor) -> Tensor:
 
 def rope_tables(hp: Hyperparameters, length: int, device: torch.device, dtype: torch.dtype) -> Rope:
     """Tables for `length` positions, computed in fp32; the base grows beyond the training length."""
-    dims = hp.rope_dims or hp.head_dim
+    dims = hp.rope_dims
     base = hp.rope_base * max(1.0, length / hp.train_seq_len) ** (dims / (dims - 2))
     frequencies = base ** -(torch.arange(0, dims, 2, dtype=torch.float32, device=device) / dims)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)[:, None, :]
@@ -770,9 +640,7 @@ def split_qkv_kernel(x_ptr, value_ptr, gain_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr,
                      length, heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, half: tl.constexpr,
                      eps: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):
     """A tile (rows, width), one head of some tokens, from x to q, k or v.
-
-    With `dx_ptr` q, k and v hold their gradients, and the tile goes back to the gradients of x and gain.
-    """
+    With `dx_ptr` q, k and v hold their gradients, and the tile goes back to the gradients of x and gain."""
     head, column = tl.program_id(1), tl.arange(0, width)[None, :]
     row = (tl.program_id(0) * rows + tl.arange(0, rows))[:, None]
     inside, token = (row < tokens) & (column < dim), row.to(tl.int64)
@@ -843,10 +711,8 @@ def mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
 def mlp_kernel(a_ptr, b_ptr, hidden_ptr, out_ptr, columns: tl.constexpr, depth: tl.constexpr, mode: tl.constexpr,
                bit: tl.constexpr, bm: tl.constexpr, bn: tl.constexpr, bk: tl.constexpr):
     """A tile of a (M, depth) times b (N, depth) transposed; all are tensor descriptors, which cut what lies outside.
-
     evaluate: out = leaky_square(product). train: the same, the product's sign in its last mantissa bit (number `bit` of
-    an fp32), so that the backward needs no second tensor. backward: out = product times the slope at `hidden`.
-    """
+    an fp32), so that the backward needs no second tensor. backward: out = product times the slope at `hidden`."""
     m, n = tl.program_id(0) // columns * bm, tl.program_id(0) % columns * bn  # neighbours share rows of a in the cache
     product = tl.zeros((bm, bn), dtype=tl.float32)
     for k in range(0, depth, bk):
@@ -977,7 +843,6 @@ def choose_operations(hp: Hyperparameters, attend: AttentionFunction, device: to
 
 class Linear(nn.Linear):
     """Bias-free; the fp32 master weight is cast to the activation's dtype at every use.
-
     A gain on the outputs is multiplied into the weight's rows: the same product, but neither the scaled activations
     nor the sum over all tokens for the gain's gradient pass through memory."""
     def __init__(self, fan_in: int, fan_out: int) -> None:
@@ -987,28 +852,24 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         return F.linear(x, self.cast(x.dtype, gain))
 
-GATE_WIDTH = 12  # channels that the attention gate reads, as published
-
 class SelfAttention(nn.Module):
-    def __init__(self, hp: Hyperparameters, ops: Operations, use_xsa: bool) -> None:
+    def __init__(self, hp: Hyperparameters, ops: Operations) -> None:
         super().__init__()
-        self.kv_heads, self.ops, self.use_xsa = hp.num_kv_heads, ops, use_xsa
+        self.kv_heads, self.ops = hp.num_kv_heads, ops
         dim, kv_dim = hp.model_dim, hp.num_kv_heads * hp.head_dim
         self.q_gain = nn.Parameter(torch.full((hp.num_heads,), hp.qk_gain_init))
         self.c_q, self.c_k, self.c_v = Linear(dim, dim), Linear(dim, kv_dim), Linear(dim, kv_dim)
         self.proj = Linear(dim, dim)
-        self.gate = nn.Parameter(torch.zeros(hp.num_heads, min(GATE_WIDTH, dim))) if hp.attention_gate else None
+        self.gate = nn.Parameter(torch.zeros(hp.num_heads, min(12, dim)))  # as many channels as published
 
     def forward(self, x: Tensor, rope: Rope, value: Tensor | None, gain: Tensor, first: int) -> Tensor:
         """x (B, T, model_dim) -> the same from position `first` on."""
         weights = torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight])
         qkv = F.linear(x, weights.to(x.dtype))  # one product: x is read once, its gradient needs no sum
         q, k, v = self.ops.split_qkv(qkv, value, self.q_gain, *rope, self.kv_heads)
-        y, v = self.ops.attend(q, k, v)[:, first:], v[:, first:]
-        y = remove_own_value(y, v) if self.use_xsa else y
-        if self.gate is not None:  # starts at 1 (sparse gate, parameter-golf PR 1787)
-            read = x[:, first:, :self.gate.size(1)]
-            y = y * (2 * torch.sigmoid(F.linear(read, self.gate.to(x.dtype))))[..., None]
+        y = remove_own_value(self.ops.attend(q, k, v)[:, first:], v[:, first:])
+        read = x[:, first:, :self.gate.size(1)]  # the gate starts at 1 (sparse gate, parameter-golf PR 1787)
+        y = y * (2 * torch.sigmoid(F.linear(read, self.gate.to(x.dtype))))[..., None]
         return self.proj(y.flatten(2), gain)
 
 class MLP(nn.Module):
@@ -1025,18 +886,12 @@ class Block(nn.Module):
         self.norm_scale = 1.0 / math.sqrt(layer + 1)
         self.attn_scale, self.mlp_scale = (nn.Parameter(torch.ones(hp.model_dim)) for _ in range(2))
         self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, hp.model_dim))
-        self.attn = SelfAttention(hp, ops, use_xsa=layer >= hp.num_layers - hp.xsa_last_n)
-        self.mlp = MLP(hp, ops)
-
+        self.attn, self.mlp = SelfAttention(hp, ops), MLP(hp, ops)
     def attention_part(self, x: Tensor, rope: Rope, value: Tensor | None, first: int) -> Tensor:
         """x (B, T, model_dim) -> what attention adds, (B, T - first, model_dim)."""
         return self.attn(rms_norm(x) * self.norm_scale, rope, value, self.attn_scale, first)
     def mlp_part(self, x: Tensor) -> Tensor:
         return self.mlp(rms_norm(x) * self.norm_scale, self.mlp_scale)
-    def forward(self, x: Tensor, rope: Rope, value: Tensor | None, first: int) -> Tensor:
-        """x (B, T, model_dim) -> (B, T - first, model_dim)."""
-        x = x[:, first:] + self.attention_part(x, rope, value, first)
-        return x + self.mlp_part(x)
 
 class ValueEmbedding(nn.Module):
     """One table of token values for several layers: proj(embed[ids]) * scale, (B, T, kv_dim)."""
@@ -1056,7 +911,6 @@ def weighted_sum(terms: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 class GPT(nn.Module):
     """U-Net transformer: the first half of the passes feeds gated skips to the second half, last output first.
-
     Some blocks may form a loop that can be switched on (depth recurrence, parameter-golf PRs 1204 and 1493), and from
     PARALLEL_FROM on attention and MLP read a lane each and write to both (parallel residuals, PRs 1204 and 1530)."""
     def __init__(self, hp: Hyperparameters, ops: Operations) -> None:
@@ -1071,14 +925,10 @@ class GPT(nn.Module):
         self.skip_gates = nn.Parameter(torch.zeros(skips, hp.model_dim))
         lane_mix = torch.tensor([1.1, 1.0, 1.0]).repeat(len(hp.parallel_layers), 2, 1)  # of itself, attention, MLP
         self.lane_mix = nn.Parameter(lane_mix) if hp.parallel_layers else None
-        self.tok_emb = nn.Embedding(hp.vocab_size, hp.embedding_dim)
-        projection = Linear if hp.embedding_dim != hp.model_dim else nn.Identity
-        self.embed_proj = projection(hp.embedding_dim, hp.model_dim)
-        self.head_proj = projection(hp.model_dim, hp.embedding_dim)
+        self.tok_emb = nn.Embedding(hp.vocab_size, hp.model_dim)
         self.blocks = nn.ModuleList(Block(hp, layer, ops) for layer in range(hp.num_layers))
         self.ve_shared = ValueEmbedding(hp) if hp.ve_layer_list else None
         self.ve_layer_scales = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in hp.ve_layer_list)
-        self.lm_head = None if hp.tie_embeddings else Linear(hp.embedding_dim, hp.vocab_size)
         if hp.loops:  # in the state dict, so that weights and artifacts say how they were trained last
             self.register_buffer("loop_on", torch.zeros(1))
             self.register_load_state_dict_post_hook(lambda model, _: model.set_looping(bool(model.loop_on)))
@@ -1092,7 +942,6 @@ class GPT(nn.Module):
 
     def take_skip(self, keep: Tensor, x: Tensor, skips: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Terms of keep * lerp(weight * skip, x, sigmoid(gate)); without a skip, of keep * x.
-
         Folded factors need three sums over all tokens for their gradients, nested products would need four. Rows count
         from the innermost skip that there can be: with and without the loop the same blocks share one."""
         if not skips:
@@ -1112,7 +961,7 @@ class GPT(nn.Module):
 
     def hidden(self, ids: Tensor, first: int = 0) -> Tensor:
         """Token ids (B, T) -> normed output (B, T - first, model_dim): what comes before `first` is context only."""
-        x = x0 = self.embed_proj(rms_norm(self.tok_emb(ids)))
+        x = x0 = rms_norm(self.tok_emb(ids))
         rope = self.rope.get(ids.size(1)) or rope_tables(self.hp, ids.size(1), ids.device, x.dtype)
         shared = None if self.ve_shared is None else self.ve_shared(ids)
         values = {n: shared * scale.to(x.dtype) for n, scale in zip(self.hp.ve_layer_list, self.ve_layer_scales)}
@@ -1128,49 +977,48 @@ class GPT(nn.Module):
                 continue
             keep, add = block.resid_mix
             x = weighted_sum([*self.take_skip(keep, x, incoming), (add, x0)])
-            x = block(x, rope, values.get(layer), begin)
+            x = x[:, begin:] + block.attention_part(x, rope, values.get(layer), begin)
+            x = x + block.mlp_part(x)
             if place < len(order) // 2:
                 skips.append(x)
         return rms_norm(x if lanes is None else (lanes[0] + lanes[1]) / 2)
 
-    def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed output (..., model_dim) -> what the head multiplies: (..., embedding_dim) and (vocab_size, same)."""
-        x = self.head_proj(hidden)
-        return x, self.tok_emb.weight.to(x.dtype) if self.lm_head is None else self.lm_head.cast(x.dtype)
     def forward(self, ids: Tensor, targets: Tensor, first: int = 0, reduction: str = "mean") -> Tensor:
         """fp32 nats of the targets (B, T) from position `first` on: their mean, or each (reduction none)."""
-        x, weight = self.head(self.hidden(ids, first))
-        targets = targets[:, first:]
+        x, targets = self.hidden(ids, first), targets[:, first:]
+        weight = self.tok_emb.weight.to(x.dtype)  # the head is the token table
         losses = self.ops.head_losses(x.flatten(0, 1), weight, targets.flatten(), self.hp.logit_softcap)
         return losses.mean() if reduction == "mean" else losses.view_as(targets)
 
 @torch.no_grad()
 def init_matrices(model: GPT) -> None:
     """Draws tables and matrices in the order of the state dict; small matrices keep PyTorch's default."""
-    deviations = {"tok_emb": model.hp.tied_embed_init_std if model.hp.tie_embeddings else 1.0, "ve_shared.embed": 0.01}
+    deviations = {"tok_emb": model.hp.tied_embed_init_std, "ve_shared.embed": 0.01}
     for name, module in model.named_modules():
         if name in deviations:
             module.weight.normal_(0.0, deviations[name])
         elif isinstance(module, Linear):
             small = min(module.weight.shape) < 64
-            if name.endswith(("attn.proj", "mlp.proj", "lm_head")) or (small and name == "ve_shared.proj"):
+            if name.endswith(("attn.proj", "mlp.proj")) or (small and name == "ve_shared.proj"):
                 module.weight.zero_()
             elif not small:
                 nn.init.orthogonal_(module.weight)
 
-def is_control(name: str, hp: Hyperparameters) -> bool:
-    return any(pattern in name for pattern in hp.control_patterns)
+CONTROL_TENSORS = ("attn_scale mlp_scale resid_mix q_gain attn.gate skip_weight skip_gates lane_mix ve_layer_scales "
+                   "ve_shared.scale").split()  # parts of names: they stay fp32, AdamW has them and they get no codes
+
+def is_control(name: str) -> bool:
+    return any(part in name for part in CONTROL_TENSORS)
 
 def build_model(hp: Hyperparameters, ops: Operations, device: torch.device, dtype: torch.dtype) -> GPT:
     """A freshly initialised model; the same seed gives the same weights on any device and rank.
-
     bf16 rounds all parameters; linear weights, control tensors and vectors go back to fp32, tables stay bf16."""
     torch.manual_seed(hp.seed)
     model = GPT(hp, ops)
     init_matrices(model)
     linears = {id(module.weight) for module in model.modules() if isinstance(module, Linear)}
     for name, p in model.named_parameters():
-        master = id(p) in linears or p.ndim < 2 or is_control(name, hp)
+        master = id(p) in linears or p.ndim < 2 or is_control(name)
         p.data = p.data.to(dtype).to(torch.float32 if master else dtype)
     lengths = {hp.train_seq_len, hp.ramp_seq_len, hp.eval_seq_len}
     model.rope = {length: rope_tables(hp, length, device, dtype) for length in lengths}
@@ -1178,36 +1026,28 @@ def build_model(hp: Hyperparameters, ops: Operations, device: torch.device, dtyp
 
 # ---- Optimizers ------------------------------------------------------------------------------------------------------
 
-# Quintics (a, b, c): Muon's one for all steps, https://kellerjordan.github.io/posts/muon/, and those of Polar Express
-# (Amsel et al. 2025, arXiv:2505.16932) for 5 steps and a safety factor of 2 %.
-MUON_QUINTIC = 3.4445, -4.7750, 2.0315
+# Quintics (a, b, c) of Polar Express (Amsel et al. 2025, arXiv:2505.16932) for 5 steps and a safety factor of 2 %.
 POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
                  (4.042929935166739, -2.808917465908714, 0.5000178451051316),
                  (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
                  (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
                  (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 
-def newton_schulz(g: Tensor, steps: int, row_norm: bool = False, polar_express: bool = False) -> Tensor:
+def newton_schulz(g: Tensor) -> Tensor:
     """Approximate orthogonal factor of each matrix of a batch (K, rows, cols), in bf16: singular values go to about 1.
-
-    With `row_norm` rows have norm 1 before (MuonEq-R, parameter-golf PR 1285). The order bA + (cA)A is the published
-    one; other orders differ by up to 2e-2 in bf16. A zero matrix stays zero."""
-    if row_norm:
-        g = g / g.norm(dim=-1, keepdim=True).clamp_min(1e-7)
-    x = g.bfloat16()
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * (1.02 if polar_express else 1.0) + 1e-7)
+    Rows have norm 1 before (MuonEq-R, parameter-golf PR 1285). The order bA + (cA)A is the published one; other orders
+    differ by up to 2e-2 in bf16. A zero matrix stays zero."""
+    x = (g / g.norm(dim=-1, keepdim=True).clamp_min(1e-7)).bfloat16()
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
-    for a, b, c in POLAR_EXPRESS[:steps] if polar_express else [MUON_QUINTIC] * steps:
+    for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
         x = a * x + (b * gram + (c * gram) @ gram) @ x
     return x.mT if tall else x
 
-Orthogonalizer = Callable[..., Tensor]  # with the arguments of newton_schulz
-
 class Muon(torch.optim.Optimizer):
     """Momentum, then orthogonalised updates, for 2-D weights (Jordan et al. 2024), decay decoupled.
-
     Matrices of one shape form a group and are orthogonalised as one batch. Each rank does a contiguous share of a group
     and keeps the momentum of that share only; updates are gathered in bf16 while the next group is computed."""
     def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, world: World,
@@ -1247,35 +1087,23 @@ class Muon(torch.optim.Optimizer):
         return mine, state["momentum"]
 
 def parameter_groups(model: GPT) -> dict[str, list[str]]:
-    """Names by optimizer group: embed, muon, scalar, head. Every parameter is in exactly one."""
-    groups: dict[str, list[str]] = {"embed": [], "muon": [], "scalar": [], "head": []}
+    """Names by optimizer group: embed, muon, scalar. Every parameter is in exactly one."""
+    groups: dict[str, list[str]] = {"embed": [], "muon": [], "scalar": []}
     for name, p in model.named_parameters():
-        in_block = name.startswith("blocks.")
-        if name in ("tok_emb.weight", "ve_shared.embed.weight"):
-            key = "embed"
-        elif name == "lm_head.weight":
-            key = "head"
-        elif is_control(name, model.hp) or (in_block and p.ndim < 2):
-            key = "scalar"
-        elif in_block or name.endswith("proj.weight"):
-            key = "muon"
-        else:
-            raise SetupError(f"{name} is in no optimizer group; CONTROL_TENSOR_NAME_PATTERNS must cover it")
-        groups[key].append(name)
+        table = name in ("tok_emb.weight", "ve_shared.embed.weight")
+        assert table or is_control(name) or p.ndim == 2, f"{name} is in no optimizer group"
+        groups["embed" if table else "scalar" if is_control(name) else "muon"].append(name)
     return groups
 
 class Optimizers:
-    """Muon for matrices, AdamW for tables, scalars and the untied head; all rates follow one factor."""
-    def __init__(self, model: GPT, world: World, orthogonalize: Orthogonalizer = newton_schulz) -> None:
+    """Muon for matrices, AdamW for tables and scalars; all rates follow one factor."""
+    def __init__(self, model: GPT, world: World, orthogonalize: Callable[[Tensor], Tensor] = newton_schulz) -> None:
         hp, named = model.hp, dict(model.named_parameters())
         groups = {key: [named[name] for name in names] for key, names in parameter_groups(model).items()}
-        table_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
-        rates = ("embed", table_lr, hp.embed_wd), ("scalar", hp.scalar_lr, hp.adam_wd), ("head", hp.head_lr, 0.0)
+        rates = ("embed", hp.tied_embed_lr, hp.embed_wd), ("scalar", hp.scalar_lr, hp.adam_wd)
         self.adam = torch.optim.AdamW(
-            [{"params": groups[key], "lr": lr, "weight_decay": decay} for key, lr, decay in rates if groups[key]],
+            [{"params": groups[key], "lr": lr, "weight_decay": decay} for key, lr, decay in rates],
             betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, fused=world.device.type == "cuda")
-        orthogonalize = partial(orthogonalize, steps=hp.muon_backend_steps, row_norm=hp.muon_row_norm,
-                                polar_express=hp.polar_express)
         self.muon = Muon(groups["muon"], hp.matrix_lr, hp.muon_wd, world, orthogonalize)
         self.groups = self.adam.param_groups + self.muon.param_groups
         for group in self.groups:
@@ -1308,15 +1136,10 @@ class EMA:
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Score:
-    val_loss: float  # nats per token
-    val_bpb: float
-    eval_seconds: float
+Score = dict[str, float]  # val_loss in nats a token, val_bpb, eval_seconds
 
 def sliding_windows(targets: int, seq_len: int, stride: int) -> np.ndarray:
     """Rows (start, first, end): a window each `stride` scores its targets [first, end), counted from `start`.
-
     The first scores all, a later one what the earlier ones left: each target once. stride = seq_len: no overlap."""
     start = np.arange(0, max(targets - seq_len + stride, 1), stride)
     return np.stack([start, np.where(start == 0, 0, seq_len - stride), np.minimum(seq_len, targets - start)], axis=1)
@@ -1326,35 +1149,33 @@ class Evaluator:
     def __init__(self, hp: Hyperparameters, plan: BatchPlan, world: World, val: ValidationSet,
                  loss_function: Callable[..., Tensor]) -> None:
         self.hp, self.plan, self.world, self.val, self.loss_function = hp, plan, world, val, loss_function
-        self.sum_dtype = torch.float32 if world.device.type == "mps" else torch.float64  # mps has no fp64
         self._tokens = torch.from_numpy(val.tokens.astype(np.int32)).to(world.device)
-    def full(self) -> Score:
-        return self._score("validation", self.hp.eval_seq_len)
-    def sliding(self) -> Score:
-        return self._score("sliding evaluation", self.hp.eval_stride)
 
     @torch.no_grad()
-    def _score(self, title: str, stride: int) -> Score:
-        world = self.world
-        synchronize(world.device)
-        began = time.perf_counter()
+    def score(self, stride: int) -> Score:
+        """Windows overlap by all but `stride`, which is EVAL_SEQ_LEN for none."""
+        synchronize(self.world.device)
+        began, world = time.perf_counter(), self.world
         windows = sliding_windows(self.val.targets, self.hp.eval_seq_len, stride)
-        share = rank_share(len(windows), world.rank, world.size)
-        windows = windows[share.start:share.stop]
+        windows = windows[len(windows) * world.rank // world.size:len(windows) * (world.rank + 1) // world.size]
         batch = min(self.plan.eval_sequences, len(windows))  # always this shape: each shape would be compiled
-        sums = torch.zeros(2, dtype=self.sum_dtype, device=world.device)  # losses, number of scored targets
-        with tqdm(total=len(windows), desc=title, leave=False, disable=not world.is_main or None) as bar:
-            for first in np.unique(windows[:, 1]):  # alike windows form batches: logits start at `first`
-                alike = windows[windows[:, 1] == first]
-                for at in range(0, len(alike), batch):
-                    part = torch.from_numpy(alike[at:at + batch]).to(world.device)
-                    filled = F.pad(part, (0, 0, 0, batch - len(part)))  # rows of zeros score nothing
-                    sums += self._batch_sums(filled, int(first))
-                    bar.update(len(part))
+        sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # losses, number of scored targets
+        for first in np.unique(windows[:, 1]):  # alike windows form batches: logits start at `first`
+            alike = windows[windows[:, 1] == first]
+            for at in range(0, len(alike), batch):
+                part = torch.from_numpy(alike[at:at + batch]).to(world.device)
+                filled = F.pad(part, (0, 0, 0, batch - len(part)))  # rows of zeros score nothing
+                sums += self._batch_sums(filled, int(first))
         loss_sum, scored = world.sum(sums).tolist()
-        assert scored == self.val.targets, f"{title} scored {scored:.0f} targets instead of {self.val.targets}"
+        assert scored == self.val.targets, f"scored {scored:.0f} targets instead of {self.val.targets}"
         loss = loss_sum / scored
-        return Score(loss, self.val.bits_per_byte(loss), time.perf_counter() - began)
+        return {"val_loss": loss, "val_bpb": loss / math.log(2) * scored / self.val.target_bytes,
+                "eval_seconds": time.perf_counter() - began}
+
+    def validate(self, log: RunLog, step: int) -> None:
+        score = self.score(self.hp.eval_seq_len)
+        log(f"{step}/{self.hp.iterations} val_loss: {score['val_loss']:.4f} val_bpb: {score['val_bpb']:.4f}")
+        log.record("validation", step=step, **score)
 
     def _batch_sums(self, windows: Tensor, first: int) -> Tensor:
         """(2,) scored losses and their number of windows (B, 3) that start scoring at `first` or not at all."""
@@ -1364,46 +1185,40 @@ class Evaluator:
         losses = self.loss_function(tokens[:, :-1], tokens[:, 1:], first, "none")
         column = column[first:-1]
         scored = (column >= begin) & (column < end)
-        return torch.stack([torch.where(scored, losses, 0).to(self.sum_dtype).sum(), scored.sum()])
+        return torch.stack([torch.where(scored, losses, 0).double().sum(), scored.sum()])
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 class Gradients:
     """The gradients of a step, in one flat buffer per dtype: one all-reduce, one norm, and addresses that stay."""
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.groups: list[tuple[Tensor, list[nn.Parameter]]] = []
-        largest_first = sorted(parameters, key=lambda p: -p.numel())  # the odd sizes last: the others stay aligned
-        for dtype in dict.fromkeys(p.dtype for p in largest_first):
-            group = [p for p in largest_first if p.dtype == dtype]
+        self.parameters = sorted(parameters, key=lambda p: -p.numel())  # the odd sizes last: the others stay aligned
+        self.flats: list[Tensor] = []
+        for dtype in dict.fromkeys(p.dtype for p in self.parameters):
+            group = [p for p in self.parameters if p.dtype == dtype]
             sizes = [p.numel() for p in group]
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=group[0].device)
-            for p, piece in zip(group, flat.split(sizes)):
+            self.flats.append(torch.zeros(sum(sizes), dtype=dtype, device=group[0].device))
+            for p, piece in zip(group, self.flats[-1].split(sizes)):
                 p.grad = piece.view_as(p)
-            self.groups.append((flat, group))
 
     def add(self, loss: Tensor) -> None:
-        parameters = [p for _, group in self.groups for p in group]  # skips may be unused: zeros
-        found = dict(zip(parameters, torch.autograd.grad(loss, parameters, materialize_grads=True)))
-        for _, group in self.groups:
-            torch._foreach_add_([p.grad for p in group], [found[p] for p in group])
+        found = torch.autograd.grad(loss, self.parameters, materialize_grads=True)  # skips may be unused: zeros
+        torch._foreach_add_([p.grad for p in self.parameters], found)
     def average(self, world: World) -> None:
         """Mean over ranks: one all-reduce per dtype (137 MB in all)."""
-        for flat, _ in self.groups if world.size > 1 else ():
+        for flat in self.flats if world.size > 1 else ():
             world.sum(flat.div_(world.size))
     def clip(self, largest_norm: float) -> None:
         """Scales all so that the 2-norm of the whole is at most that."""
-        norms = torch.stack([torch.linalg.vector_norm(flat, dtype=torch.float32) for flat, _ in self.groups])
+        norms = torch.stack([torch.linalg.vector_norm(flat, dtype=torch.float32) for flat in self.flats])
         factor = (largest_norm / (norms.norm() + 1e-6)).clamp_max(1.0)
-        for flat, _ in self.groups:
+        for flat in self.flats:
             flat.mul_(factor)
-    def zero(self) -> None:
-        for flat, _ in self.groups:
-            flat.zero_()
 
 class Trainer:
     """The loop: warm-up whose effect is undone, then steps until the cap or the last iteration."""
     def __init__(self, model: GPT, evaluator: Evaluator, train_paths: list[Path], log: RunLog,
-                 orthogonalize: Orthogonalizer) -> None:
+                 orthogonalize: Callable[[Tensor], Tensor]) -> None:
         self.model, self.hp, self.train_paths, self.evaluator, self.log = model, model.hp, train_paths, evaluator, log
         self.plan, self.world, self.loss_function = evaluator.plan, evaluator.world, evaluator.loss_function
         self.clock, self.steps_done, self.last_read_seconds = Stopwatch(), 0, 0.0
@@ -1416,6 +1231,9 @@ class Trainer:
         self.graphs: dict[tuple[bool, int], Callable[[], None]] = {}  # by mode: whether the loop is on, and the context
         self.step_seconds: dict[tuple[bool, int], float] = {}
         self.graph_pool = None
+
+    tokens_done = property(lambda self: self.steps_done * self.hp.train_batch_tokens)
+    mode = property(lambda self: (self.model.looping, self.context))
 
     @contextlib.contextmanager
     def on_the_clock(self) -> Iterator[Prefetcher]:
@@ -1432,8 +1250,8 @@ class Trainer:
 
     def step(self, data: Prefetcher, step: int, factor: float) -> Callable[[], float]:
         """Queues one optimizer step; the returned call waits for this rank's mean loss, not for the optimizers."""
-        self.gradients.zero()
-        self.loss.zero_()
+        for total in (*self.gradients.flats, self.loss):
+            total.zero_()
         for _ in range(self.plan.grad_accum_steps):
             for buffer, batch in zip((self.inputs, self.targets), data.next()):
                 buffer.copy_(batch)
@@ -1444,11 +1262,6 @@ class Trainer:
             self.gradients.clip(self.hp.grad_clip_norm)
         self.optimizers.step(factor, muon_momentum(step, self.hp))
         return mean_loss
-
-    tokens_done = property(lambda self: self.steps_done * self.hp.train_batch_tokens)
-    @property
-    def mode(self) -> tuple[bool, int]:
-        return self.model.looping, self.context
 
     def micro_batch(self) -> None:
         """Forward and backward of what is in `inputs` and `targets`; adds to the loss and the gradients."""
@@ -1473,29 +1286,29 @@ class Trainer:
         weights, optimizers and clock back to their start."""
         before = {name: t.clone() for name, t in self.model.state_dict().items()}
         with self.on_the_clock() as data:
-            for looping, self.context in dict.fromkeys(self.plans()):
+            for mode in dict.fromkeys(self.plans()):
+                looping, self.context = mode
                 self.model.set_looping(looping)
-                self._warm_up_graph(data)
+                self._warm_up_mode(data)
         self.model.load_state_dict(before)
         for optimizer in (self.optimizers.adam, self.optimizers.muon):
             optimizer.state.clear()
         self.clock = Stopwatch()
 
-    def _warm_up_graph(self, data: Prefetcher) -> None:
-        steps, kind = self.hp.warmup_steps, " with the loop" * self.model.looping
-        kind += f" with {self.context} tokens of context" * (self.context < self.hp.train_seq_len)
+    def _warm_up_mode(self, data: Prefetcher) -> None:
+        steps, began, timed = self.hp.warmup_steps, math.nan, 1
         for step in range(1, steps + 1):
             self._agree(self.step(data, step - 1, 1.0), f"warm-up step {step}")
             if step == 1:
                 self.record_graph()
-            if step <= steps // 2 or step == 1:  # the second half is timed
+            if step <= max(1, steps // 2) < steps:  # the second half is timed
                 synchronize(self.world.device)
                 began, timed = self.clock.seconds, steps - step
             if step <= 6 or step % 10 == 0 or step == steps:
-                self.log(f"warmup_step: {step}/{steps}{kind}")
+                self.log(f"warmup_step: {step}/{steps} (loop {int(self.model.looping)}, context {self.context})")
         synchronize(self.world.device)
-        taken = [row[0] for row in self.world.gather([self.clock.seconds - began if steps > 1 else 0.0])]
-        self.step_seconds[self.mode] = max(taken) / max(timed, 1) if steps > 1 else math.nan
+        taken = self.world.gather([self.clock.seconds - began])  # NaN after less than two steps
+        self.step_seconds[self.mode] = max(taken)[0] / timed
 
     def schedule(self, progress: float) -> tuple[bool, int]:
         """The mode at this share of the run."""
@@ -1504,21 +1317,16 @@ class Trainer:
         return hp.loops and progress >= hp.loop_start, context
     def plans(self) -> list[tuple[bool, int]]:
         return [self.schedule((i + 0.5) / 1000) for i in range(1000)]
-
     def expected_steps(self) -> float:
         """Steps until the cap, at the speeds of the warm-up, or ITERATIONS."""
-        if not (cap := self.hp.train_cap_seconds):
-            return self.hp.iterations
-        steps_per_second = [1 / self.step_seconds[mode] for mode in self.plans()]
-        return min(self.hp.iterations, cap * sum(steps_per_second) / len(steps_per_second))
-
+        seconds = self.hp.train_cap_seconds
+        fit = np.mean([seconds / self.step_seconds[mode] for mode in self.plans()]) if seconds else math.inf
+        return min(self.hp.iterations, fit)
     def ema_decay(self) -> float:
-        """EMA_DECAY, or that whose horizon is the set share of the expected steps; equal on all ranks."""
-        if not self.hp.ema_steps_fraction:
-            return self.hp.ema_decay
+        """That whose horizon is the set share of the expected steps; equal on all ranks."""
         steps = self.expected_steps()
         decay = 1 - 1 / max(1.0, self.hp.ema_steps_fraction * steps)
-        self.log(f"ema: decay {decay:.5f} for {steps:.0f} expected steps (EMA_STEPS_FRACTION; EMA_DECAY is not used)")
+        self.log(f"ema: decay {decay:.5f} for {steps:.0f} expected steps")
         return decay
 
     def enter(self, progress: float, step: int) -> None:
@@ -1534,31 +1342,24 @@ class Trainer:
     def fit(self) -> EMA:
         """Trains; returns the averaged weights. The clock holds everything but validation."""
         hp, cap, ema = self.hp, self.hp.train_cap_seconds, EMA(self.model, self.ema_decay())
-        log_validation(self.log, hp, 0, self.evaluator.full())
-        seconds, quiet = 0.0, not self.world.is_main or None
-        bar = tqdm(range(hp.iterations), "training", leave=False, disable=quiet)
-        with bar, self.on_the_clock() as data:
-            for step in bar:
+        self.evaluator.validate(self.log, 0)
+        seconds = 0.0
+        with self.on_the_clock() as data:
+            for step in range(hp.iterations):
                 if hp.stall_seconds:
                     faulthandler.dump_traceback_later(hp.stall_seconds, exit=True)
                 progress = seconds / cap if cap else step / hp.iterations
                 self.enter(progress, step + 1)
                 factor = lr_factor(progress, hp.warmdown_frac, hp.min_lr)
-                loss = self.step(data, step, factor)
+                loss, self.steps_done = self.step(data, step, factor), step + 1
                 ema.update()
                 seconds, mean_loss = self._agree(loss, f"step {step + 1}")
-                self.steps_done = step + 1
                 if hp.train_log_every and (step < 5 or self.steps_done % hp.train_log_every == 0):
-                    self._log_step(mean_loss, seconds, factor, data.wait_seconds)
+                    self._log_step(mean_loss, seconds, factor)
                 faulthandler.cancel_dump_traceback_later()
                 if cap and seconds >= cap:
                     break
-                if hp.val_loss_every and self.steps_done % hp.val_loss_every == 0 and self.steps_done < hp.iterations:
-                    synchronize(self.world.device)
-                    self.clock.stop()
-                    log_validation(self.log, hp, self.steps_done, self.evaluator.full())
-                    self.clock.start()
-        self._report_end(self.clock.seconds, data.wait_seconds, ema.decay)
+        self._report_end(self.clock.seconds, ema.decay)
         return ema
 
     def _agree(self, loss: Callable[[], float], where: str) -> tuple[float, float]:
@@ -1568,30 +1369,22 @@ class Trainer:
         if broken := [rank for rank, loss_here in enumerate(losses) if not math.isfinite(loss_here)]:
             raise DivergedError(f"loss not finite at {where} on ranks {broken}; lower MATRIX_LR or TIED_EMBED_LR")
         return max(seconds), sum(losses) / len(losses)
-
-    def _log_step(self, loss: float, seconds: float, factor: float, waited: float) -> None:
-        step, tokens = self.steps_done, self.tokens_done
-        self.log(f"{step}/{self.hp.iterations} train_loss: {loss:.4f} train_time: {seconds / 60:.1f}m "
-                 f"tok/s: {tokens / seconds:.0f}")
+    def _log_step(self, loss: float, seconds: float, factor: float) -> None:
+        step, tokens, speed = self.steps_done, self.tokens_done, self.tokens_done / seconds
+        minutes = f"{seconds / 60:.1f}m"
+        self.log(f"{step}/{self.hp.iterations} train_loss: {loss:.4f} train_time: {minutes} tok/s: {speed:.0f}")
         self.log.record("step", step=step, train_loss=loss, train_seconds=seconds, tokens=tokens, lr_factor=factor,
-                        tokens_per_second=tokens / seconds, loader_wait_seconds=waited)
+                        tokens_per_second=speed)
 
-    def _report_end(self, seconds: float, waited: float, decay: float) -> None:
+    def _report_end(self, seconds: float, decay: float) -> None:
         step, hp = self.steps_done, self.hp
         if step < hp.iterations:
             self.log(f"stopping_early: wallclock_cap train_time: {1000 * seconds:.0f}ms step: {step}/{hp.iterations}")
         self.log("peak memory allocated: {} MiB reserved: {} MiB".format(*peak_memory_mib(self.world.device)))
-        warning = " WARNING: over 2%: the disk or the CPU is too slow" * (waited > 0.02 * seconds)
-        self.log(f"loader_wait: {waited:.2f}s ({waited / seconds:.1%} of training){warning}")
         if step * (1 - decay) < 5:
-            self.log(f"WARNING: the average holds {decay ** step:.0%} initial weights after only {step} steps; lower "
-                     "EMA_STEPS_FRACTION or EMA_DECAY")
+            self.log(f"WARNING: the average holds {decay ** step:.0%} initial weights; lower EMA_STEPS_FRACTION")
         if hp.loops and not self.model.looping:
             self.log(f"WARNING: the run ended before LOOP_START={hp.loop_start}: the model has no loop")
-
-def log_validation(log: RunLog, hp: Hyperparameters, step: int, score: Score) -> None:
-    log(f"{step}/{hp.iterations} val_loss: {score.val_loss:.4f} val_bpb: {score.val_bpb:.4f}")
-    log.record("validation", step=step, **asdict(score))
 
 # ---- Quantisation ----------------------------------------------------------------------------------------------------
 
@@ -1600,16 +1393,16 @@ LARGEST_CODE = 127
 # Steps of codes in root mean squares of their matrix, by part of name: where a byte more helps all alike. From the
 # divergence that each kind costs when it alone is quantised (ABLATION.md); one step a matrix, since an entropy coder
 # wants equal steps where all weights matter alike.
-CODE_STEPS = {"tok_emb": 0.065, "lm_head": 0.065, "ve_shared.embed": 0.61, "ve_shared.proj": 0.127, "attn.c_": 0.425,
-              "attn.proj": 0.35, "mlp.fc": 0.475, "mlp.proj": 0.575, "": 0.4}
+CODE_STEPS = {"tok_emb": 0.065, "ve_shared.embed": 0.61, "ve_shared.proj": 0.127, "attn.c_": 0.425, "attn.proj": 0.35,
+              "mlp.fc": 0.475, "mlp.proj": 0.575, "": 0.4}
 FINEST_STEP = 6 / LARGEST_CODE  # below it codes end within 6 root mean squares: clipping costs more than it gains
 BF16_MAX_ELEMENTS = 16_384  # smaller tensors and control tensors stay bf16, as which the GPU reads them anyway
 GPTQ_BLOCK = 128
 GPTQ_DAMPING = (0.01, 0.1, 1.0)  # times the mean diagonal; more only when the Hessian does not factor
 
-def is_coded(name: str, tensor: Tensor, hp: Hyperparameters) -> bool:
+def is_coded(name: str, tensor: Tensor) -> bool:
     """Whether a tensor is stored in codes; all others stay bf16."""
-    return tensor.numel() > BF16_MAX_ELEMENTS and tensor.ndim == 2 and not is_control(name, hp)
+    return tensor.numel() > BF16_MAX_ELEMENTS and tensor.ndim == 2 and not is_control(name)
 
 def code_step(name: str, weight: Tensor, coarseness: float) -> Tensor:
     """A matrix's step as int32 (): n stands for the scale 2 ** (n / STEPS_PER_OCTAVE)."""
@@ -1626,10 +1419,14 @@ class HessianFactor:
     upper: Tensor
     order: Tensor
     dead: Tensor
-    damping: float
+    full: bool = True  # false: an identity's, with which GPTQ is rounding to the nearest
 
-def factor_hessian(hessian: Tensor) -> HessianFactor | None:
-    """Factor of a (C, C) fp32 Hessian, damped, if need be more; None when that does not help."""
+def plain_rounding(columns: int, device: torch.device) -> HessianFactor:
+    order = torch.arange(columns, device=device)
+    return HessianFactor(torch.eye(columns, device=device), order, order < 0, full=False)
+
+def factor_hessian(hessian: Tensor) -> HessianFactor:
+    """Factor of a (C, C) fp32 Hessian, damped, if need be more; plain rounding when that does not help."""
     hessian = hessian.float().clone()
     diagonal = hessian.diagonal()
     dead = diagonal == 0
@@ -1642,17 +1439,11 @@ def factor_hessian(hessian: Tensor) -> HessianFactor | None:
             lower = torch.linalg.cholesky(hessian[order][:, order])
             upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
             if bool(upper.isfinite().all()):
-                return HessianFactor(upper, order, dead, damping)
-    return None
-
-def plain_rounding(columns: int, device: torch.device) -> HessianFactor:
-    """The factor of an identity, with which GPTQ is rounding to the nearest."""
-    order = torch.arange(columns, device=device)
-    return HessianFactor(torch.eye(columns, device=device), order, torch.zeros_like(order, dtype=torch.bool), 0.0)
+                return HessianFactor(upper, order, dead)
+    return plain_rounding(len(hessian), hessian.device)
 
 def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor) -> Tensor:
     """Rounds (K, N, C) column by column, each error spread over later columns (GPTQ, Frantar et al. 2023).
-
     `scales` (K) fp32, `upper` (K, C, C); returns integer codes up to LARGEST_CODE as fp32. All in fp32, TF32 off."""
     weight, scales = weight.clone(), scales[:, None]  # the codes take the place of what is done
     for start in range(0, weight.size(2), GPTQ_BLOCK):
@@ -1666,40 +1457,27 @@ def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor) -> Tensor:
         weight[:, :, end:] -= errors @ upper[:, start:end, end:]
     return weight
 
-@contextlib.contextmanager
-def full_precision() -> Iterator[None]:
-    """TF32 off: GPTQ's error feedback needs all 24 bits."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
 class Quantizer:
     """Quantises a state dict as often as the byte budget asks for; each rank does its share of the matrices."""
     def __init__(self, state: Mapping[str, Tensor], hessians: Mapping[str, Tensor], hp: Hyperparameters,
                  world: World = World()) -> None:
         self.state, self.hp, self.world = state, hp, world
-        self.matrices = [name for name, t in state.items() if is_coded(name, t, hp)]
+        self.matrices = [name for name, t in state.items() if is_coded(name, t)]
         self.weights = sum(state[name].numel() for name in self.matrices)
         mine = sorted(self.matrices, key=lambda name: state[name].shape)[world.rank::world.size]  # of every shape
-        with full_precision():
-            found = {n: f for n in mine if n in hessians and (f := factor_hessian(hessians[n])) is not None}
-        self._factors = {n: found.get(n) or plain_rounding(state[n].size(1), state[n].device) for n in mine}
-        rows = world.gather([found[n].damping if n in found else 0.0 for n in self.matrices])
-        damping = {name: max(column) for name, *column in zip(self.matrices, *rows)}
-        self.gptq = [name for name, value in damping.items() if value]
-        self.damped = [name for name, value in damping.items() if value > GPTQ_DAMPING[0]]
-        self.fallback = [name for name in hessians if not damping[name]]
+        self._factors = {name: factor_hessian(hessians[name]) if name in hessians else
+                         plain_rounding(state[name].size(1), state[name].device) for name in mine}
+        rows = world.gather([n in self._factors and self._factors[n].full for n in self.matrices])
+        self.gptq = [name for name, *full in zip(self.matrices, *rows) if any(full)]
+        self.fallback = [name for name in hessians if name not in self.gptq]
 
     @torch.no_grad()
     def __call__(self, coarseness: float) -> dict[str, Tensor]:
         """CPU tensors in state-dict order: `name` bf16, or codes `name.q` int8 (R, C) and `name.step` int32 ()."""
-        done: dict[str, tuple[Tensor, Tensor]] = {}
+        done, tensors = {}, {}
         for shape in {self.state[n].shape for n in self._factors}:
             alike = [n for n in self._factors if self.state[n].shape == shape]
-            with full_precision():
-                done |= zip(alike, self._quantize(alike, coarseness))
-        tensors: dict[str, Tensor] = {}
+            done |= zip(alike, self._quantize(alike, coarseness))
         for name, t in self.state.items():
             if name not in self.matrices:
                 tensors[name] = t.bfloat16()
@@ -1721,19 +1499,16 @@ class HessianCollector:
     def __init__(self, model: GPT) -> None:
         self.sums: dict[str, Tensor] = {}  # by the module whose input it is
         self.sources = {f"{name}.weight": re.sub(r"\.c_[qkv]$", "", name) for name, module in model.named_modules()
-                        if isinstance(module, Linear) and name != "lm_head"
-                        and is_coded(f"{name}.weight", module.weight, model.hp)}
+                        if isinstance(module, Linear) and is_coded(f"{name}.weight", module.weight)}
         self._hooks = []
         for source in dict.fromkeys(self.sources.values()):
             owner = re.sub(r"(\.mlp)\.(fc|proj)$", r"\1", source)  # the fused MLP does not call its parts
             self._hooks.append(model.get_submodule(owner).register_forward_pre_hook(partial(self._hook, source)))
-        head = "tok_emb" if model.lm_head is None else "lm_head"
-        if is_coded(f"{head}.weight", model.get_submodule(head).weight, model.hp):
-            self.sources[f"{head}.weight"] = "head"
+        if is_coded("tok_emb.weight", model.tok_emb.weight):
+            self.sources["tok_emb.weight"] = "head"
 
     def _hook(self, source: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self.add(source, leaky_square(module.fc(inputs[0])) if source.endswith(".mlp.proj") else inputs[0])
-
     def add(self, source: str, x: Tensor) -> None:
         x = x.flatten(0, -2).float()
         if source not in self.sums:
@@ -1754,12 +1529,11 @@ class HessianCollector:
 @torch.no_grad()
 def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog, world: World) -> dict[str, Tensor]:
     """Hessians of the uncompiled model over the first calibration batches of a new stream, inside the cap.
-
     The clock runs. Stops early, saying so, when one more batch as slow as the slowest would pass the cap."""
     hp, collector, began, slowest = model.hp, HessianCollector(model), clock.seconds, 0.0
     for batches in range(1, hp.gptq_calibration_batches + 1):
         start = clock.seconds
-        collector.add("head", model.head(model.hidden(data.next()[0]))[0])
+        collector.add("head", model.hidden(data.next()[0]))
         synchronize(world.device)
         slowest = max(slowest, clock.seconds - start)
         if batches < hp.gptq_calibration_batches and 0 < hp.max_wallclock_seconds < clock.seconds + slowest:
@@ -1768,8 +1542,6 @@ def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog
             break
     hessians = collector.finish(batches, world)
     log(f"GPTQ:collected {len(hessians)} Hessians in {clock.seconds - began:.1f}s")
-    if world.size > 1:
-        log(f"GPTQ: Hessians are means over {world.size} ranks; the published script takes those of rank 0")
     return hessians
 
 # ---- Artifact: an entropy coder that knows each row's and column's spread --------------------------------------------
@@ -1785,11 +1557,7 @@ BYTES_PER_WEIGHT = 0.42, 1.5  # of codes and of bf16, for the log's estimate
 def frequencies(symbols: np.ndarray, tables: np.ndarray, count: int) -> np.ndarray:
     """How often each of `count` tables has each byte, as integers (count, 256) that sum to 2 ** PRECISION in each row,
     at least 1 for what occurs. Symbols and their tables are uint8 (n)."""
-    counts, chunk = np.zeros(256 * count, np.int64), 2**22
-    for i in range(0, len(symbols), chunk):
-        index = tables[i:i + chunk].astype(np.int32) * 256 + symbols[i:i + chunk]
-        counts += np.bincount(index, minlength=len(counts))
-    counts = counts.reshape(count, 256)
+    counts = np.bincount(tables.astype(np.int32) * 256 + symbols, minlength=256 * count).reshape(count, 256)
     counts[counts.sum(1) == 0, 0] = 1
     shares = np.maximum((counts << PRECISION) // counts.sum(1, keepdims=True), counts > 0)
     shares[np.arange(count), shares.argmax(1)] += 2**PRECISION - shares.sum(1)
@@ -1846,7 +1614,6 @@ def code_classes(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """The class of every code of a tensor, uint8 (R * C)."""
     levels = rows.astype(np.int16)[:, None] + columns.astype(np.int16)
     return (levels + MIDDLE_CLASS).clip(0, CLASSES - 1).astype(np.uint8).ravel()
-
 def join(parts: Iterable[np.ndarray]) -> np.ndarray:
     return np.concatenate([*(part.view(np.uint8).ravel() for part in parts), np.empty(0, np.uint8)])
 
@@ -1871,7 +1638,6 @@ def seal(body: bytes, tensors: Mapping[str, Tensor]) -> bytes:
 
 def pack_artifact(tensors: Mapping[str, Tensor]) -> bytes:
     """Magic; the head, zlib of a line of JSON and both streams' tables; the side stream; the codes; the seal.
-
     Lengths are u32. The head has [name, shape] of each tensor and, of codes, the centres of what the side stream says
     of rows and columns, and the step."""
     entries, side, codes, classes = [], [], [], []
@@ -1978,36 +1744,30 @@ class Run:
         self.began, self.hp, self.source = time.perf_counter(), hp, Path(__file__).read_bytes()
         self.run_id, self.output = hp.run_id or os.urandom(16).hex(), Path(hp.output_dir)
         self.logs, self.artifact = self.output / "logs", self.output / "final_model.int6.ptz"
-        self.results: dict[str, Any] = {}
-        self.failure: RunError | None = None
+        self.results, self.failure = {}, None
         self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
         self.val = load_validation(hp, byte_tables(load_tokenizer(hp)))
-        self.train_paths = [] if hp.eval_only else check_train_shards(hp)
+        self.train_paths = [] if hp.eval_only else find_shards(hp, "train")
         if hp.eval_only and not Path(hp.eval_only).is_file():
             raise SetupError(f"EVAL_ONLY={hp.eval_only}: no such file")
         self.world = join_world(hp, environ)
         device = self.world.device
         torch.set_float32_matmul_precision("high")  # TF32 for fp32 products
-        if hp.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-        dtype, dtype_reason = choose_dtype(hp.precision, device)
+        dtype, dtype_reason = choose_dtype(device)
         compiled, why = choose_compile(hp.compile, device)
         self.compile = partial(torch.compile, dynamic=False, fullgraph=True) if compiled else lambda function: function
         attend, attention = choose_attention(hp, device, dtype)
         ops, kernels = choose_operations(hp, attend, device, dtype)
         self.model = build_model(hp, ops, device, dtype)
-        parameter_groups(self.model)  # raises when a parameter has no optimizer
         self.world.broadcast_weights(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.evaluator = Evaluator(hp, self.plan, self.world, self.val, self.compile(self.model))
         self.log = self.open_log()
         self.log_head(f"{str(dtype).removeprefix('torch.')} ({dtype_reason})\nattention: {attention}\n"
                       f"kernels: {kernels}\ncompile: {int(compiled)} ({why})")
-        for note in hp.unused:
+        ignored = [f"{name} is set, but nothing reads it here" for name in IGNORED_SETTINGS if name in environ]
+        for note in hp.unused + ignored:
             self.log(f"WARNING: {note}")
-        for name in sorted({*IGNORED_SETTINGS} & {*environ}):
-            self.log(f"WARNING: {name} is set, but nothing reads it; the published script ignores it too")
 
     def open_log(self) -> RunLog:
         """Rank 0 proves that it can write where it must and opens the log; a failure reaches every rank."""
@@ -2016,16 +1776,8 @@ class Run:
         try:
             if self.world.is_main:
                 self.logs.mkdir(parents=True, exist_ok=True)
-                write_file(self.output / ".writable", b"")
+                write_file(self.output / ".writable", bytes(need))  # as much as the model files need
                 (self.output / ".writable").unlink()
-                if (free := shutil.disk_usage(self.output).free) < need:
-                    raise OSError(f"{free} bytes are free, the model files need {need}")
-                self.lock = (self.logs / ".lock").open("w")  # it is released when the process ends, however
-                try:
-                    if fcntl:
-                        fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    raise OSError("another run writes to it") from None
                 log = RunLog(self.logs, self.run_id)
         except OSError as error:
             problem = f"cannot write RUN_ID={self.run_id} to OUTPUT_DIR={self.output}: {error}; choose another"
@@ -2036,13 +1788,9 @@ class Run:
     def log_head(self, choices: str) -> None:
         """Settings, source, versions and GPUs (the file alone is enough to repeat the run), then what was chosen."""
         hp, plan, world, rule = self.hp, self.plan, self.world, "=" * 100
-        values = asdict(hp) | {
-            "run_id": self.run_id, "rank": world.rank, "world_size": world.size,
-            "grad_accum_steps": plan.grad_accum_steps, "logfile": self.logs / f"{self.run_id}.txt",
-            "datasets_dir": hp.dataset_dir, "train_files": hp.dataset_dir / "fineweb_train_*.bin",
-            "val_files": hp.dataset_dir / "fineweb_val_*.bin", "tokenizer_path": hp.tokenizer_path,
-            "model_path": self.output / "final_model.pt", "quantized_model_path": self.artifact}
-        texts = {name: format_setting(value) for name, value in sorted(values.items())}
+        values = asdict(hp) | {"run_id": self.run_id, "rank": world.rank, "world_size": world.size,
+                               "grad_accum_steps": plan.grad_accum_steps, "datasets_dir": hp.dataset_dir}
+        texts = {name: str(value) for name, value in sorted(values.items())}
         lines = [rule, "Hyperparameters:", *(f"  {name}: {text}" for name, text in texts.items()),
                  self.source.decode("utf-8"), rule, f"Running Python {sys.version}",
                  f"Running PyTorch {torch.__version__}", gpu_report(), rule]
@@ -2050,39 +1798,33 @@ class Run:
         self.log.record("settings", **texts)
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
         estimate = len(self.source) + sum(
-            t.numel() * BYTES_PER_WEIGHT[not is_coded(name, t, hp)] for name, t in self.model.state_dict().items())
+            t.numel() * BYTES_PER_WEIGHT[not is_coded(name, t)] for name, t in self.model.state_dict().items())
         self.log(f"""machine: {world.size} x {device}, PyTorch {torch.__version__}, {choices}
 train_shards: {len(self.train_paths)}
 val_tokens: {self.val.targets}
 val_bytes: {self.val.target_bytes} ({self.val.note})
 batch: {hp.train_batch_tokens} tokens = {world.size} ranks x {plan.grad_accum_steps} micro-batches x \
 {plan.micro_sequences} sequences of {hp.train_seq_len}
-tokenizer: {hp.tokenizer_path.stat().st_size} bytes (the rules do not count it)
 model_params:{self.parameters}
 artifact estimate: {estimate / 1e6:.1f} MB of {SIZE_CAP_BYTES / 1e6:.1f} (steps are scaled to fit)
 sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
 
     def train(self) -> None:
         """Training, Hessians, quantisation; ends with the artifact on disk, before anything of it is evaluated."""
-        hp, cap, hessians = self.hp, self.hp.max_wallclock_seconds, {}
+        cap = self.hp.max_wallclock_seconds
         trainer = Trainer(self.model, self.evaluator, self.train_paths, self.log, self.compile(newton_schulz))
-        if hp.train_cap_seconds and hp.gptq_enabled:
-            self.log(f"gptq:reserving {hp.gptq_reserve_seconds:g}s, effective={1000 * hp.train_cap_seconds:.0f}ms")
         try:
             trainer.warm_up()
         except torch.OutOfMemoryError as error:
-            micro, reason = self.plan.micro_sequences, first_line(error)
-            fits = [n * hp.train_seq_len for n in range(1, micro) if micro % n == 0]
-            raise SetupError(f"{reason}; set MICRO_BATCH_TOKENS to one of {fits}") from None
+            raise SetupError(f"{first_line(error)}; lower MICRO_BATCH_TOKENS, now {trainer.inputs.numel()}") from None
         self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step, with compile and warm-up")
         self.average = trainer.fit()
         steps, tokens, seconds = trainer.steps_done, trainer.tokens_done, trainer.clock.seconds
         self.raw = {name: t.clone() for name, t in self.model.state_dict().items()}
         self.average.copy_to_model()
         self.write_checkpoint()
-        if hp.gptq_enabled:
-            with trainer.on_the_clock() as data:
-                hessians = collect_hessians(self.model, data, trainer.clock, self.log, self.world)
+        with trainer.on_the_clock() as data:
+            hessians = collect_hessians(self.model, data, trainer.clock, self.log, self.world)
         self.write_artifact(hessians)
         last = max(self.world.gather([trainer.last_read_seconds]))[0]
         self.results |= {"train_seconds": trainer.clock.seconds, "hessian_seconds": trainer.clock.seconds - seconds,
@@ -2099,31 +1841,25 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             torch.save({name: t.cpu() for name, t in self.model.state_dict().items()}, buffer)
             try:
                 write_file(self.output / "final_model.pt", buffer.getvalue())
-                self.log(f"Serialized model: {len(buffer.getvalue())} bytes")
             except OSError as error:
                 self.log(f"WARNING: final_model.pt was not written ({error})")
-        self.log(f"Code size: {len(self.source)} bytes")
 
     def write_artifact(self, hessians: dict[str, Tensor]) -> None:
         """All ranks quantise, rank 0 writes."""
+        torch.set_float32_matmul_precision("highest")  # no TF32: GPTQ's error feedback needs all 24 bits
         quantizer = Quantizer(self.model.state_dict(), hessians, self.hp, self.world)
-        if self.hp.gptq_enabled:
-            done, left = len(quantizer.gptq), len(quantizer.fallback)
-            self.log(f"GPTQ quantization: {done} layers with full GPTQ, {left} fallback to rounding")
-        for what, names in (("needed more damping", quantizer.damped), ("got plain rounding", quantizer.fallback)):
-            if names:
-                self.log(f"WARNING: {len(names)} Hessians did not factor and {what}: {', '.join(names)}")
+        done, left = len(quantizer.gptq), len(quantizer.fallback)
+        warning = f"; WARNING: Hessians did not factor: {', '.join(quantizer.fallback)}" * (left > 0)
+        self.log(f"GPTQ quantization: {done} layers with full GPTQ, {left} fallback to rounding{warning}")
         if not all(bool(t.isfinite().all()) for t in quantizer.state.values()):
             raise DivergedError("weights not finite; lower MATRIX_LR or TIED_EMBED_LR")
         data = self.quantize_to_fit(quantizer)
-        if not self.world.is_main:
-            return
-        write_file(self.artifact, data)
-        with contextlib.suppress(OSError):  # the next run replaces the artifact; under this name the file stays
-            os.link(self.artifact, self.logs / f"{self.run_id}.int6.ptz")
-        label, size = "int8+rans", len(data)
-        self.log(f"sha256 of the artifact: {hashlib.sha256(data).hexdigest()}\nSerialized model {label}: {size} bytes\n"
-                 f"Total submission size {label}: {size + len(self.source)} bytes")
+        torch.set_float32_matmul_precision("high")
+        if self.world.is_main:
+            write_file(self.artifact, data)
+        self.log(f"sha256 of the artifact: {hashlib.sha256(data).hexdigest()}\nCode size: {len(self.source)} bytes\n"
+                 f"Serialized model int8+rans: {len(data)} bytes\n"
+                 f"Total submission size int8+rans: {len(data) + len(self.source)} bytes")
 
     def quantize_to_fit(self, quantizer: Quantizer) -> bytes:
         """Quantises and packs with all steps times a factor, found by secants inside a bracket, with which everything
@@ -2137,7 +1873,6 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             packing = time.perf_counter()
             data[octaves] = pack_artifact(tensors) if self.world.is_main else b""
             total = self.world.broadcast_object(len(data[octaves])) + len(self.source)
-            self.results["step_factor"] = factor
             self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s "
                      f"steps x {factor:.4f}: {total} bytes in all")
             fits = total <= target
@@ -2149,33 +1884,35 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             octaves = guess if low < guess < high else (max(low, finest) + high) / 2
         else:
             octaves = high if high in data else max(data)  # the finest that fits, else the coarsest
-            self.results["step_factor"] = 2**octaves
-            self.log(f"WARNING: no steps end within {BUDGET_MARGIN} bytes of TARGET_TOTAL_BYTES={target}; they are "
-                     f"scaled by {2**octaves:.4f}")
+            self.log(f"WARNING: no steps end within {BUDGET_MARGIN} bytes of TARGET_TOTAL_BYTES={target}; the nearest "
+                     f"have a factor of {2**octaves:.4f}")
+        self.results["step_factor"] = 2**octaves
         return data[octaves]
 
     def score(self) -> None:
         """Scores raw and averaged weights when there was training, then the artifact re-read from disk."""
-        if not self.hp.eval_only:
+        hp = self.hp
+        if not hp.eval_only:
             self.model.load_state_dict(self.raw)
-            log_validation(self.log, self.hp, self.results["steps"], self.evaluator.full())
+            self.evaluator.validate(self.log, self.results["steps"])
             self.average.copy_to_model()
-            self.report("pre-quantization post-ema", "pre_quant", self.evaluator.full())
+            self.report("pre-quantization post-ema", "pre_quant", hp.eval_seq_len)
         began = time.perf_counter()
-        self.load_artifact(Path(self.hp.eval_only or self.artifact))
-        final = self.report("final_int6_roundtrip", "int6", self.evaluator.full())
-        if self.hp.sliding_window_enabled:
-            final = self.report("final_int6_sliding_window", "sliding", self.evaluator.sliding())
+        self.load_artifact(Path(hp.eval_only or self.artifact))
+        final = self.report("final_int6_roundtrip", "int6", hp.eval_seq_len)
+        if hp.sliding_window_enabled == "1":
+            final = self.report("final_int6_sliding_window", "sliding", hp.eval_stride)
         seconds = time.perf_counter() - began
-        self.results |= asdict(final) | {"eval_seconds": seconds}  # of all evaluations of the artifact
+        self.results |= final | {"eval_seconds": seconds}  # of all evaluations of the artifact
         if seconds > 0.8 * EVAL_CAP_SECONDS:
             self.log(f"WARNING: evaluation took {seconds:.0f}s of the allowed {EVAL_CAP_SECONDS}s")
 
-    def report(self, label: str, key: str, score: Score) -> Score:
-        self.log(f"{label} val_loss:{score.val_loss:.8f} val_bpb:{score.val_bpb:.8f} "
-                 f"eval_time:{1000 * score.eval_seconds:.0f}ms")
-        self.log.record("evaluation", name=key, **asdict(score))
-        self.results[f"{key}_val_bpb"] = score.val_bpb
+    def report(self, label: str, key: str, stride: int) -> Score:
+        score = self.evaluator.score(stride)
+        loss, bpb, seconds = score.values()
+        self.log(f"{label} val_loss:{loss:.8f} val_bpb:{bpb:.8f} eval_time:{1000 * seconds:.0f}ms")
+        self.log.record("evaluation", name=key, **score)
+        self.results[f"{key}_val_bpb"] = bpb
         return score
 
     def load_artifact(self, path: Path) -> None:
@@ -2188,11 +1925,10 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         except ArtifactError as error:
             raise ArtifactError(f"{path} cannot be scored: {error}") from None
         total = len(self.source) + len(data)
-        headroom = SIZE_CAP_BYTES - total
         self.results |= {"code_bytes": len(self.source), "model_bytes": len(data), "total_bytes": total,
-                         "headroom_bytes": headroom}
-        if headroom < 0 and not self.failure:
-            self.failure = OversizeError(f"{-headroom} bytes over the cap of {SIZE_CAP_BYTES}; raise MUON_WD, EMBED_WD")
+                         "headroom_bytes": SIZE_CAP_BYTES - total}
+        if total > SIZE_CAP_BYTES and not self.failure:
+            self.failure = OversizeError(f"{total} bytes are over the cap of {SIZE_CAP_BYTES}; raise MUON_WD, EMBED_WD")
 
     def summarize(self) -> None:
         """The block of `key: value` lines at column 0 that tools read."""
@@ -2205,23 +1941,17 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
 def gpu_report() -> str:
     if shutil.which("nvidia-smi") is None:
         return f"no nvidia-smi; {platform.platform()}, {os.cpu_count()} CPU cores"
-    done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False, timeout=60)
-    return done.stdout or done.stderr
+    return subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False, timeout=60).stdout
 
 def main() -> int:
     """Runs the command line; the exit code, or, with several ranks, the end of the process."""
-    text, hints = "settings (environment variables; switches are 0 or 1):\n", get_type_hints(Hyperparameters)
-    for item in fields(Hyperparameters):
-        choices = f" [{'|'.join(choices)}]" if (choices := get_args(hints[item.name])) else ""
-        text += f"  {item.name.upper()}={format_setting(item.default)}\n      {item.metadata['help']}{choices}\n"
-    parser = argparse.ArgumentParser(description=__doc__, epilog=f"{text}\n{EXIT_CODES}",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print-config", action="store_true", help="print the effective settings and stop")
     args, code = parser.parse_args(), 0
     try:
         hp = Hyperparameters.from_env(os.environ)
         if args.print_config:
-            print("\n".join(f"{name}: {format_setting(value)}" for name, value in asdict(hp).items()))
+            print("\n".join(f"{name}: {value}" for name, value in asdict(hp).items()))
         else:
             run = Run(hp, os.environ)
             if not hp.eval_only:
