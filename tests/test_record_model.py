@@ -46,7 +46,8 @@ def rec():
 
 
 def tiny(rec, **changes):
-    return rec.Hyperparameters.from_env({**TINY, **{name.upper(): str(value) for name, value in changes.items()}})
+    changes = {name.upper(): str(value) for name, value in changes.items()}
+    return rec.Hyperparameters.from_env({**TINY, "CONTEXT_RAMP": "0", **changes})
 
 
 def build(rec, **changes):
@@ -95,7 +96,8 @@ def roots_newton_schulz(g, *_):
 
 def test_old_values_give_the_roots_trajectory_bit_for_bit(rec, data_here):
     short = {"iterations": 6, "max_wallclock_seconds": 0, "warmup_steps": 2, "train_log_every": 1,
-             "muon_momentum_warmup_steps": 4, "grad_clip_norm": 0}  # the norm of all would be another sum
+             "muon_momentum_warmup_steps": 4, "micro_batch_tokens": 128,
+             "grad_clip_norm": 0}  # the norm of all would be another sum
     start, weights, averages, losses = golden_tensors("train_trace_start.npz"), [], [], []
     for module, hp in ((tg, settings(**short, val_loss_every=0, ema_decay=0.5)),
                        (rec, tiny(rec, **AS_ROOT, **short, ema_steps_fraction=1 / 3))):
@@ -352,7 +354,7 @@ def test_forward_and_gradients_equal_the_definition(rec, changes, looping):
 
 
 def test_published_order_of_the_default_loop(rec):
-    model = build(rec, num_layers=11)
+    model = build(rec, num_layers=11, preset="8xh100")
     assert model.orders[True] == [0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10]
     assert model.skip_weights.shape == (8, 32) and model.lane_mix.shape == (3, 2, 3)
     assert torch.equal(model.lane_mix[0], torch.tensor([[1.1, 1, 1], [1.1, 1, 1]]).float())
@@ -360,7 +362,7 @@ def test_published_order_of_the_default_loop(rec):
 
 @pytest.mark.parametrize("looping", [False, True])
 def test_outer_blocks_keep_their_skips_when_the_loop_comes_on(rec, looping):
-    model, seen = build(rec, num_layers=11), {}
+    model, seen = build(rec, num_layers=11, preset="8xh100"), {}
     take = model.take_skip
 
     def spy(keep, x, skips):
@@ -508,17 +510,28 @@ def test_context_grows_at_its_share_of_the_run(rec, data_here):
 @pytest.mark.parametrize(("changes", "part"), [
     ({"loop_layers": "5"}, "LOOP_LAYERS='5' must be FIRST-LAST"),
     ({"loop_layers": "2-1"}, "LOOP_LAYERS='2-1' must be FIRST-LAST"),
-    ({"loop_layers": "1-3", "parallel_from": 3}, "before PARALLEL_FROM=3"),
+    ({"loop_layers": "1-3", "loop_start": 0.5, "parallel_from": 3}, "before PARALLEL_FROM=3"),
     ({"context_parts": 3}, "CONTEXT_PARTS=3 must divide TRAIN_SEQ_LEN=64"),
     ({"parallel_from": 1}, "PARALLEL_FROM=1 must be 0 or in the second half of NUM_LAYERS=5, from 2 on"),
     ({"ema_steps_fraction": 0}, "EMA_STEPS_FRACTION='0' must be greater than 0"),
     ({"rope_dims": 0}, "ROPE_DIMS='0' must be at least 4"),
     ({"rope_dims": 10}, "ROPE_DIMS=10 must be an even number from 4 to the head size 8"),
+    ({"preset": "16xh100"}, "PRESET='16xh100' must be one of lab, 8xh100"),
     ({"device": "mps"}, "DEVICE='mps' must be one of auto, cuda, cpu"),
     ({"warmup_steps": 1}, "WARMUP_STEPS=1 must be at least 2")])
 def test_settings_that_do_not_fit_are_refused(rec, changes, part):
     with pytest.raises(rec.SetupError, match=re.escape(part)):
         tiny(rec, **changes)
+
+
+def test_presets_are_defaults_that_the_environment_overrides(rec):
+    lab, real, mine = (rec.Hyperparameters.from_env(env) for env in (
+        {}, {"PRESET": "8xh100"}, {"PRESET": "8xh100", "LOOP_START": "1", "TRAIN_BATCH_TOKENS": "393216"}))
+    assert (lab.loop_start, real.loop_start, mine.loop_start) == (1, 0.35, 1)
+    assert (lab.train_batch_tokens, real.train_batch_tokens, mine.train_batch_tokens) == (98_304, 786_432, 393_216)
+    assert real.max_wallclock_seconds == mine.max_wallclock_seconds == 600 and real.num_heads == lab.num_heads
+    for hp, ranks, accum in ((lab, 1, 1), (lab, 2, 1), (real, 8, 1), (real, 2, 4), (real, 1, 8)):
+        assert rec.plan_batches(hp, ranks).grad_accum_steps == accum
 
 
 def test_settings_of_the_root_script_that_have_no_effect_are_known_and_warned_of(rec, runs):
@@ -534,7 +547,7 @@ def test_settings_of_the_root_script_that_have_no_effect_are_known_and_warned_of
 
 
 def test_a_shallow_model_says_what_it_has_no_blocks_for(rec):
-    assert [note.split("=")[0] for note in tiny(rec).unused] == ["LOOP_LAYERS", "PARALLEL_FROM"]
+    assert [note.split("=")[0] for note in tiny(rec, loop_start=0.5).unused] == ["LOOP_LAYERS", "PARALLEL_FROM"]
     assert tiny(rec, loop_start=1, parallel_from=0).unused == tiny(rec, **EVERYTHING).unused == []
 
 
@@ -584,7 +597,7 @@ def test_artifact_of_another_loop_is_refused(runs):
 
 def test_defaults_run_in_a_shallow_model(tmp_path):
     short = {name.lower(): value for name, value in {**trial.TINY, **trial.SHORT}.items()}
-    result = run_script(new_folder(tmp_path, "shallow"), script=SCRIPT, **short)
+    result = run_script(new_folder(tmp_path, "shallow"), script=SCRIPT, **short, preset="8xh100")
     assert result.returncode == 0, result.stdout + result.stderr
     for name in ("LOOP_LAYERS=3-5", "PARALLEL_FROM=8"):
         assert f"WARNING: {name} is set, but the model has only 3 blocks" in result.stdout
