@@ -1760,12 +1760,19 @@ XZ_MAGIC = b"\xfd7zXZ\x00"
 LARGEST_UNPACKED = 2**30  # bytes; a few kilobytes can unpack to many gigabytes
 BYTES_PER_WEIGHT = {"int6": 0.42, "int8": 0.88, "passthrough": 1.8, "passthrough_ctrl": 3.6}  # in published runs
 
-def entropy_bytes(quantized: Quantized) -> float:
-    """Bytes that an ideal coder without context needs for all codes."""
-    codes = [t.flatten().int() + 128 for name, t in quantized.tensors.items() if name.endswith(".q")]
-    counts = torch.stack([c.bincount(minlength=256) for c in codes]).double()
-    totals = counts.sum(dim=1, keepdim=True)
-    return float((totals * torch.special.entr(counts / totals)).sum() / math.log(256))
+# Packed bytes over `content_bytes` at the least: 0.984 to 1.004 in runs of the full size; that of lzma is learnt.
+PACKED_RATIO = {"brotli": 0.983, "lzma": 0.0}
+FORETOLD_FROM = 8e6  # bytes: smaller artifacts pack in seconds, and their ratio is another
+
+def content_bytes(quantized: Quantized) -> float:
+    """Bytes that an ideal coder without context needs for all codes, and those of all other tensors."""
+    codes, others = [], 0
+    for name, t in quantized.tensors.items():
+        if name.endswith(".q"):
+            codes.append((t.flatten().int() + 128).bincount(minlength=256).double())
+        else:
+            others += t.nbytes
+    return others + sum(float(n.sum() * torch.special.entr(n / n.sum()).sum()) for n in codes) / math.log(256)
 
 def byte_shuffle(data: bytes) -> bytes:
     """Magic, then bytes 0, 2, 4, ..., then 1, 3, 5, ...: fp16 high bytes compress better side by side."""
@@ -2039,31 +2046,35 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
                  f"Total submission size {label}: {size + len(self.source)} bytes")
 
     def quantize_to_fit(self, hessians: dict[str, Tensor]) -> tuple[Quantized, bytes]:
-        """Quantises and packs; while over TARGET_TOTAL_BYTES, again with coarser int6 scales, the same on every run."""
+        """Quantises and packs, with coarser int6 scales if TARGET_TOTAL_BYTES would be passed; each run alike.
+
+        Packing takes 80 to 120 s, so its size is foretold from the codes' entropy, at first with the usual ratio."""
         scales, target, state = 1.0, self.hp.target_total_bytes, self.model.state_dict()
+        int6 = sum(t.numel() for name, t in state.items() if storage_class(name, t, self.hp) == "int6")
+        ratio, limit, aim = PACKED_RATIO[self.hp.compressor], max(target, FORETOLD_FROM), 0.994 * target
         for tries_left in reversed(range(6)):
             began = time.perf_counter()
             quantized = quantize_state(state, hessians, self.hp, scales, self.world)
-            packing = time.perf_counter()
+            foretold = ratio * content_bytes(quantized) + len(self.source)
+            if target and int6 and foretold > limit:
+                for _ in range(4):
+                    excess = content_bytes(quantized) - (aim - len(self.source)) / ratio
+                    scales = self.world.broadcast_object(scales * 2 ** (8 * excess / int6))
+                    quantized = quantize_state(state, hessians, self.hp, scales, self.world)
+                self.log(f"WARNING: {foretold:.0f} bytes are over TARGET_TOTAL_BYTES={target}; scales x {scales:.4f}")
             if not all(bool(t.isfinite().all()) for t in quantized.tensors.values()):
                 raise DivergedError("weights not finite or too large for fp16; lower MATRIX_LR or TIED_EMBED_LR")
+            packing = time.perf_counter()
             data = pack_artifact(quantized, self.hp.compressor) if self.world.is_main else b""
             self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s")
             self.results["int6_scale_factor"] = scales
             size = self.world.broadcast_object(len(data))
             total = size + len(self.source)
-            int6 = sum(t.numel() for name, t in state.items() if storage_class(name, t, self.hp) == "int6")
             if not 0 < target < total or not int6:
                 break
             if not tries_left:
                 self.log(f"WARNING: {total} is over TARGET_TOTAL_BYTES={target} still")
-                break
-            # A try costs 80 s of brotli; the entropy of the codes foretells its size to 0.1 %, in seconds.
-            allowed = entropy_bytes(quantized) - 1.01 * (total - target) - 0.001 * size
-            for _ in range(4):
-                scales = self.world.broadcast_object(scales * 2 ** (8 * (entropy_bytes(quantized) - allowed) / int6))
-                quantized = quantize_state(state, hessians, self.hp, scales, self.world)
-            self.log(f"WARNING: {total} is over TARGET_TOTAL_BYTES={target}; again with scales x {scales:.4f}")
+            ratio, limit, aim = size / content_bytes(quantized), target, 0.995 * target
         return quantized, data
 
     def score(self) -> None:
