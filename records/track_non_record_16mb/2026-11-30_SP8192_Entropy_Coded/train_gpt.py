@@ -158,6 +158,7 @@ class Hyperparameters:
     ema_steps_fraction: float = setting(0.06, "horizon of the averaged weights, of all expected steps", above=0, most=1)
     # quantisation and artifact
     quant_step_factor: float = setting(1.0, "on all steps of codes; with a target the search begins there", above=0)
+    rounded_from: float = setting(1.0, "share of the run after which weights are rounded (1: never)", least=0, most=1)
     gptq_calibration_batches: int = setting(20, "micro-batches for the Hessians", above=0)
     gptq_reserve_seconds: float = setting(4.0, "part of the cap kept for the Hessians", least=0)
     target_total_bytes: int = setting(15_995_000, "code plus artifact end just under it (0: steps stay)", least=0)
@@ -1194,6 +1195,33 @@ class Evaluator:
         scored = (column >= begin) & (column < end)
         return torch.stack([torch.where(scored, losses, 0).double().sum(), scored.sum()])
 
+# ---- Codes -----------------------------------------------------------------------------------------------------------
+
+STEPS_PER_OCTAVE = 256  # of scales: so fine that the artifact's size follows them without jumps
+LARGEST_CODE = 127
+# Steps of codes in root mean squares of their matrix, by part of name: where a byte more helps all alike. From the
+# divergence that each kind costs when it alone is quantised (ABLATION.md); one step a matrix, since an entropy coder
+# wants equal steps where all weights matter alike.
+CODE_STEPS = {"tok_emb": 0.065, "ve_shared.embed": 0.61, "ve_shared.proj": 0.127, "attn.c_": 0.425, "attn.proj": 0.35,
+              "mlp.fc": 0.475, "mlp.proj": 0.575, "": 0.4}
+FINEST_STEP = 6 / LARGEST_CODE  # below it codes end within 6 root mean squares: clipping costs more than it gains
+BF16_MAX_ELEMENTS = 16_384  # smaller tensors and control tensors stay bf16, as which the GPU reads them anyway
+
+def is_coded(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor is stored in codes; all others stay bf16."""
+    return tensor.numel() > BF16_MAX_ELEMENTS and tensor.ndim == 2 and not is_control(name)
+
+def code_step(name: str, weight: Tensor, coarseness: float) -> Tensor:
+    """A matrix's step as int32 (): n stands for the scale 2 ** (n / STEPS_PER_OCTAVE)."""
+    relative = next(step for part, step in CODE_STEPS.items() if part in name)
+    rms = weight.float().square().mean().sqrt().clamp(1e-15, 1e15)
+    return (STEPS_PER_OCTAVE * (rms * max(FINEST_STEP, relative * coarseness)).log2()).round().to(torch.int32)
+
+def step_scale(step: Tensor) -> Tensor:
+    return torch.exp2(step.float() / STEPS_PER_OCTAVE)
+def nearest_code(weight: Tensor, scale: Tensor) -> Tensor:
+    return (weight / scale).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
+
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 class Gradients:
@@ -1239,7 +1267,8 @@ class Trainer:
         self.context = self.hp.train_seq_len  # tokens of a sequence at the moment
         self.graphs: dict[tuple[bool, int], Callable[[], None]] = {}  # by mode: whether the loop is on, and the context
         self.step_seconds: dict[tuple[bool, int], float] = {}
-        self.graph_pool = None
+        self.graph_pool, self.rounding = None, False
+        self.coded = {name: p for name, p in model.named_parameters() if is_coded(name, p)}
 
     tokens_done = property(lambda self: self.steps_done * self.hp.train_batch_tokens)
     mode = property(lambda self: (self.model.looping, self.context))
@@ -1261,16 +1290,30 @@ class Trainer:
         """Queues one optimizer step; the returned call waits for this rank's mean loss, not for the optimizers."""
         for total in (*self.gradients.flats, self.loss):
             total.zero_()
-        for _ in range(self.plan.grad_accum_steps):
-            for buffer, batch in zip((self.inputs, self.targets), data.next()):
-                buffer.copy_(batch)
-            self.graphs.get(self.mode, self.micro_batch)()
+        with self.rounded_weights() if self.rounding else contextlib.nullcontext():
+            for _ in range(self.plan.grad_accum_steps):
+                for buffer, batch in zip((self.inputs, self.targets), data.next()):
+                    buffer.copy_(batch)
+                self.graphs.get(self.mode, self.micro_batch)()
         mean_loss = self.world.fetch(self.loss)
         self.gradients.average(self.world)
         if self.hp.grad_clip_norm > 0:
             self.gradients.clip(self.hp.grad_clip_norm)
         self.optimizers.step(factor, muon_momentum(step, self.hp))
         return mean_loss
+
+    @contextlib.contextmanager
+    def rounded_weights(self) -> Iterator[None]:
+        """Weights as the artifact will hold them, but for GPTQ. Gradients found here are taken for those at the whole
+        weights, which come back (straight-through estimator, Bengio et al. 2013, arXiv:1308.3432)."""
+        weights = {name: p.detach() for name, p in self.coded.items()}
+        whole = [weight.clone() for weight in weights.values()]
+        for name, weight in weights.items():
+            scale = step_scale(code_step(name, weight, self.hp.quant_step_factor))
+            weight.copy_(nearest_code(weight.float(), scale) * scale)
+        yield
+        for weight, before in zip(weights.values(), whole):
+            weight.copy_(before)
 
     def micro_batch(self) -> None:
         """Forward and backward of what is in `inputs` and `targets`; adds to the loss and the gradients."""
@@ -1347,6 +1390,9 @@ class Trainer:
         if context != self.context and step > 1:
             self.log(f"context: {context} tokens from step {step}, at {progress:.1%} of the run")
         self.context = context
+        if (rounding := progress >= self.hp.rounded_from) != self.rounding:
+            self.log(f"rounded weights: from step {step}, at {progress:.1%} of the run")
+        self.rounding = rounding
 
     def fit(self) -> EMA:
         """Trains; returns the averaged weights. The clock holds everything but validation."""
@@ -1397,30 +1443,8 @@ class Trainer:
 
 # ---- Quantisation ----------------------------------------------------------------------------------------------------
 
-STEPS_PER_OCTAVE = 256  # of scales: so fine that the artifact's size follows them without jumps
-LARGEST_CODE = 127
-# Steps of codes in root mean squares of their matrix, by part of name: where a byte more helps all alike. From the
-# divergence that each kind costs when it alone is quantised (ABLATION.md); one step a matrix, since an entropy coder
-# wants equal steps where all weights matter alike.
-CODE_STEPS = {"tok_emb": 0.065, "ve_shared.embed": 0.61, "ve_shared.proj": 0.127, "attn.c_": 0.425, "attn.proj": 0.35,
-              "mlp.fc": 0.475, "mlp.proj": 0.575, "": 0.4}
-FINEST_STEP = 6 / LARGEST_CODE  # below it codes end within 6 root mean squares: clipping costs more than it gains
-BF16_MAX_ELEMENTS = 16_384  # smaller tensors and control tensors stay bf16, as which the GPU reads them anyway
 GPTQ_BLOCK = 128
 GPTQ_DAMPING = (0.01, 0.1, 1.0)  # times the mean diagonal; more only when the Hessian does not factor
-
-def is_coded(name: str, tensor: Tensor) -> bool:
-    """Whether a tensor is stored in codes; all others stay bf16."""
-    return tensor.numel() > BF16_MAX_ELEMENTS and tensor.ndim == 2 and not is_control(name)
-
-def code_step(name: str, weight: Tensor, coarseness: float) -> Tensor:
-    """A matrix's step as int32 (): n stands for the scale 2 ** (n / STEPS_PER_OCTAVE)."""
-    relative = next(step for part, step in CODE_STEPS.items() if part in name)
-    rms = weight.float().square().mean().sqrt().clamp(1e-15, 1e15)
-    return (STEPS_PER_OCTAVE * (rms * max(FINEST_STEP, relative * coarseness)).log2()).round().to(torch.int32)
-
-def step_scale(step: Tensor) -> Tensor:
-    return torch.exp2(step.float() / STEPS_PER_OCTAVE)
 
 @dataclass(frozen=True)
 class HessianFactor:
@@ -1460,7 +1484,7 @@ def gptq_codes(weight: Tensor, scales: Tensor, upper: Tensor) -> Tensor:
         block, within = weight[:, :, start:end].clone(), upper[:, start:end, start:end]
         errors = torch.empty_like(block)
         for j in range(block.size(2)):
-            weight[:, :, start + j] = q = (block[:, :, j] / scales).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
+            weight[:, :, start + j] = q = nearest_code(block[:, :, j], scales)
             errors[:, :, j] = error = (block[:, :, j] - q * scales) / within[:, j, j, None]
             block[:, :, j + 1:] -= error[..., None] * within[:, j, None, j + 1:]
         weight[:, :, end:] -= errors @ upper[:, start:end, end:]
