@@ -541,7 +541,8 @@ def test_rounding_begins_at_its_share_of_the_run(rec, data_here):
     rounded, _, trainer = losses_of(rec, data_here / "rounded", model_dim=160, rounded_from=0.5)
     half = len(whole) // 2
     assert rounded[:half] == whole[:half] and all(a != b for a, b in zip(rounded[half:], whole[half:]))
-    assert trainer.rounding and f"rounded weights: from step {half + 1}," in (data_here / "rounded/trace.txt").read_text()
+    said = (data_here / "rounded/trace.txt").read_text()
+    assert trainer.rounding and f"rounded weights: from step {half + 1}," in said
 
 
 @pytest.mark.parametrize(("changes", "part"), [
