@@ -194,10 +194,11 @@ class Loop:
                    verdict.reason)
 
     def recover(self) -> None:
-        """Finishes what a kill or interrupt left: processes, locks, a missing git step, half-done experiments."""
+        """Finishes what a kill or interrupt left: processes, locks, worktrees, a git step, half-done experiments."""
         end_processes(self.folder)
         settling, rows = self.folder / "settling", {row.commit: row for row in self.rows()}
         self.repo.clear_locks(settling.stat().st_mtime if settling.exists() else None)
+        self.repo.forget_half_made_worktrees()
         if settling.exists():
             commit = settling.read_text(encoding="utf-8")
             if row := rows.get(commit[:SHORT]):

@@ -77,6 +77,16 @@ class Repo:
                 target.symlink_to(self.root / link)
         return path
 
+    def forget_half_made_worktrees(self) -> None:
+        """A kill while git makes a worktree can leave its entry with an empty `commondir`. Then `worktree add`, `fsck`
+        and others end at once (git 2.39), and `worktree prune` spares the entry, since it is locked."""
+        entries, own = Path(git(self.root, "rev-parse", "--git-common-dir"), "worktrees"), self.root.resolve() / FOLDER
+        for gitdir in (self.root / entries).glob("*/gitdir"):
+            common = gitdir.with_name("commondir")
+            half_made = not common.exists() or not common.read_text(encoding="utf-8").strip()
+            if half_made and Path(gitdir.read_text(encoding="utf-8").strip()).is_relative_to(own):
+                shutil.rmtree(gitdir.parent)
+
     def commit(self, gpu: str | None, base: str, source: bytes, message: str) -> str:
         """A commit on `base` with another script, made in a worktree: no branch or file of the user changes."""
         tree = self.worktree(gpu, base)

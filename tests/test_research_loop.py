@@ -319,6 +319,12 @@ def test_a_worktree_whose_making_was_killed_is_made_again(session):
     edit(session, LEVEL=1.1)
     assert cli.main(["run", "-d", "worse"]) == 0
     assert_in_order(session)
+    for level, break_it in ((1.2, lambda path: path.write_text("")), (1.3, Path.unlink)):
+        (session / ".git/worktrees/0/locked").write_text("initializing")
+        break_it(session / ".git/worktrees/0/commondir")
+        edit(session, LEVEL=level)
+        assert cli.main(["run", "-d", "worse"]) == 0
+        assert_in_order(session)
 
 
 def test_a_worktree_without_git_never_reaches_the_users_repository(session):
