@@ -396,8 +396,9 @@ class RunLog:
     def __call__(self, line: str, console: bool = True) -> None:
         self._write("txt", line)
         if self._files and console:
-            tqdm.write(line)
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):  # a closed console must not end a paid run either
+                tqdm.write(line)
+                sys.stdout.flush()
     def record(self, kind: str, **values: Any) -> None:
         self._write("jsonl", json.dumps({"type": kind, **values}))
     def _write(self, ending: str, line: str) -> None:
@@ -1762,6 +1763,7 @@ BYTES_PER_WEIGHT = {"int6": 0.42, "int8": 0.88, "passthrough": 1.8, "passthrough
 
 # Packed bytes over `content_bytes` at the least: 0.984 to 1.004 in runs of the full size; that of lzma is learnt.
 PACKED_RATIO = {"brotli": 0.983, "lzma": 0.0}
+COARSEST_SCALES = 16.0  # hardly a weight is left then: what is too large still lies elsewhere
 FORETOLD_FROM = 8e6  # bytes: smaller artifacts pack in seconds, and their ratio is another
 
 def content_bytes(quantized: Quantized) -> float:
@@ -2005,13 +2007,15 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             with trainer.on_the_clock() as data:
                 hessians = collect_hessians(self.model, data, trainer.clock, self.log, self.world)
         self.write_artifact(hessians)
-        last = max(self.world.gather([trainer.last_read_seconds]))[0]
-        self.results |= {"train_seconds": trainer.clock.seconds, "hessian_seconds": trainer.clock.seconds - seconds,
+        last, spent = map(max, zip(*self.world.gather([trainer.last_read_seconds, trainer.clock.seconds])))
+        self.results |= {"train_seconds": spent, "hessian_seconds": trainer.clock.seconds - seconds,
                          "steps": steps, "tokens": tokens, "tokens_per_second": tokens / seconds,
                          "train_data_last_read_seconds": last}
         self.log(f"training data last read at {last:.1f}s of the clock, {f'cap {cap:.1f}s' if cap > 0 else 'no cap'}")
-        if 0 < cap < last:
-            self.failure = ClockError(f"data read at {last:.1f}s, past the cap of {cap}s; raise GPTQ_RESERVE_SECONDS")
+        late = spent if hp.gptq_enabled else last  # without Hessians only the last step may end after the cap
+        if 0 < cap < late:
+            self.failure = ClockError(f"training data in use at {late:.1f}s, past the cap of {cap}s; raise "
+                                      "GPTQ_RESERVE_SECONDS")
 
     def write_checkpoint(self) -> None:
         """Rank 0's averaged weights, unquantised; a disk too full for them must not cost the artifact."""
@@ -2059,7 +2063,7 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             if target and int6 and foretold > limit:
                 for _ in range(4):
                     excess = content_bytes(quantized) - (aim - len(self.source)) / ratio
-                    scales = self.world.broadcast_object(scales * 2 ** (8 * excess / int6))
+                    scales = min(COARSEST_SCALES, self.world.broadcast_object(scales * 2 ** (8 * excess / int6)))
                     quantized = quantize_state(state, hessians, self.hp, scales, self.world)
                 self.log(f"WARNING: {foretold:.0f} bytes are over TARGET_TOTAL_BYTES={target}; scales x {scales:.4f}")
             if not all(bool(t.isfinite().all()) for t in quantized.tensors.values()):
@@ -2072,8 +2076,9 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             total = size + len(self.source)
             if not 0 < target < total or not int6:
                 break
-            if not tries_left:
+            if not tries_left or scales == COARSEST_SCALES:
                 self.log(f"WARNING: {total} is over TARGET_TOTAL_BYTES={target} still")
+                break
             ratio, limit, aim = size / content_bytes(quantized), target, 0.995 * target
         return quantized, data
 

@@ -247,7 +247,7 @@ def random_hessian(columns: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("rows, columns, coarseness", [(40, 160, 1), (7, 300, 1), (64, 96, 0.1), (5, 1, 1)])
 def test_gptq_is_its_definition_in_float64(rows, columns, coarseness):
     weight, hessian = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)), random_hessian(columns)
-    scale = rec.step_scale(rec.code_step("mlp.fc", weight, coarseness))
+    scale = rec.step_scale(rec.code_steps({"mlp.fc": weight}, coarseness))[0]
     factor = rec.factor_hessian(hessian)
     codes = rec.gptq_codes(weight[None][:, :, factor.order], scale[None], factor.upper[None])[0]
     codes = codes[:, factor.order.argsort()].double().numpy()
@@ -266,7 +266,7 @@ def test_gptq_is_its_definition_in_float64(rows, columns, coarseness):
     ("blocks.0.mlp.proj.weight", 2, 1.15), ("another.weight", 1, 0.4), ("tok_emb.weight", 0.1, 6 / 127)])
 def test_a_step_is_a_share_of_the_root_mean_square(name, coarseness, relative):
     weight = 0.03 * torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
-    scale = float(rec.step_scale(rec.code_step(name, weight, coarseness)))
+    scale = float(rec.step_scale(rec.code_steps({name: weight}, coarseness))[0])
     assert scale == pytest.approx(relative * float(weight.square().mean().sqrt()), rel=2e-3)
 
 
@@ -280,7 +280,7 @@ def test_every_matrix_of_the_model_has_a_step_of_its_kind():
 
 
 def test_a_matrix_of_zeros_has_a_finite_scale():
-    step = rec.code_step("mlp.fc", torch.zeros(3, 40), 1.0)
+    step, = rec.code_steps({"mlp.fc": torch.zeros(3, 40)}, 1.0)
     assert bool(rec.step_scale(step).isfinite()) and abs(int(step)) < 2**15
     assert bool((rec.gptq_codes(torch.zeros(1, 3, 40), rec.step_scale(step)[None], torch.eye(40)[None]) == 0).all())
 

@@ -1,11 +1,15 @@
 """The SP8192 record's training: techniques against a few lines of plain PyTorch, the rest against the root script."""
+import fcntl
 import importlib.util
 import json
 import math
 import re
+import shutil
 import sys
 import time
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -640,6 +644,71 @@ def test_defaults_run_in_a_shallow_model(tmp_path):
     for name in ("LOOP_LAYERS=3-5", "PARALLEL_FROM=8"):
         assert f"WARNING: {name} is set, but the model has only 3 blocks" in result.stdout
     assert summary_block(result.stdout)["valid"] == "yes"
+
+
+SHORT = {"iterations": 2, "parallel_from": 3, "ema_steps_fraction": 1, "run_id": "r"}
+
+
+def test_two_runs_cannot_share_an_output_folder(tmp_path):
+    folder = new_folder(tmp_path, "shared")
+    (folder / "logs").mkdir()
+    with (folder / "logs/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert_refused(run_script(folder, script=SCRIPT, **SHORT), 2, "another run writes to it")
+    assert sorted(path.name for path in folder.iterdir()) == ["data", "logs"]
+
+
+def test_an_artifact_that_something_else_replaced_is_not_scored(rec, tmp_path):
+    run = object.__new__(rec.Run)
+    run.world, run.written = rec.World(), "0" * 64
+    (tmp_path / "a.ptz").write_bytes(b"another")
+    with pytest.raises(rec.ArtifactError, match="is not what this run wrote"):
+        run.load_artifact(tmp_path / "a.ptz")
+
+
+def test_hessians_that_end_after_the_cap_make_the_run_invalid(tmp_path):
+    cap = {"max_wallclock_seconds": 0.011, "gptq_reserve_seconds": 0.01, "warmup_steps": 2}
+    result = run_script(new_folder(tmp_path, "late"), script=SCRIPT, **{**SHORT, **cap, "iterations": 50})
+    assert_refused(result, 5, "Hessians ended at", "raise GPTQ_RESERVE_SECONDS")
+    assert summary_block(result.stdout)["valid"].startswith("no")
+
+
+@pytest.mark.parametrize(("text", "part"), [
+    ('{"datasets": [{"name": "fineweb10B_sp512", "stats": {"tokens_val": 7}}]}', "val tokens, manifest.json 7"),
+    ('{"datasets": [{', "manifest.json is damaged")])
+def test_validation_tokens_that_the_manifest_does_not_know_are_refused(rec, data_here, text, part):
+    hp = tiny(rec, data_dir=data_here / "copy")
+    shutil.copytree(data_here / "data", data_here / "copy")
+    tables = rec.byte_tables(rec.load_tokenizer(hp))
+    assert rec.load_validation(hp, tables).targets > 0
+    (data_here / "copy/manifest.json").write_text(text)
+    with pytest.raises(rec.SetupError, match=part):
+        rec.load_validation(hp, tables)
+    (data_here / "copy/manifest.json").write_text('{"datasets": [{"name": "fineweb10B_sp512"}]}')
+    assert "no manifest knows" in rec.load_validation(hp, tables).note
+
+
+def test_a_full_console_does_not_end_the_run(rec, tmp_path, monkeypatch):
+    with Path("/dev/full").open("w") as console:
+        monkeypatch.setattr(sys, "stdout", console)
+        log = rec.RunLog(tmp_path, "r")
+        log("a line " * 2000)
+        monkeypatch.undo()
+    assert (tmp_path / "r.txt").read_text() == "a line " * 2000 + "\n"
+
+
+def test_short_modes_are_warmed_up_too(rec, data_here):
+    hp = tiny(rec, **EVERYTHING, iterations=1, max_wallclock_seconds=0, warmup_steps=1)
+    trainer = make_trainer(rec, replace(hp, context_ramp=0.0004, loop_start=0.9997), data_here)
+    trainer.warm_up()
+    assert {*trainer.step_seconds} == {(False, 32), (False, 64), (True, 64)}
+
+
+def test_batches_that_cut_into_small_parts_only_are_refused(rec):
+    hp = rec.Hyperparameters(train_batch_tokens=53 * 2048)
+    with pytest.raises(rec.SetupError, match="MICRO_BATCH_TOKENS to one of"):
+        rec.plan_batches(hp, 1)
+    assert rec.plan_batches(rec.Hyperparameters(train_batch_tokens=53 * 2048, micro_batch_tokens=53 * 2048), 1)
 
 
 def test_golf_reads_the_log_and_the_tokens_are_counted(runs):

@@ -342,6 +342,14 @@ def test_an_artifact_over_the_target_is_quantised_again_until_it_fits(tmp_path):
     assert float(block["int6_val_bpb"]) - float(block["pre_quant_val_bpb"]) < 0.03
 
 
+def test_a_target_that_codes_cannot_reach_costs_no_run(tmp_path):
+    large = {name.lower(): value for name, value in LARGE.items()} | {"sliding_window_enabled": 0, "iterations": 2}
+    result = run_script(new_folder(tmp_path, "tiny"), run_id="r", target_total_bytes=1000, **large)
+    assert result.returncode == 0, result.stderr
+    block = summary_block(result.stdout)
+    assert block["int6_scale_factor"] == "16.0000" and "over TARGET_TOTAL_BYTES=1000 still" in result.stdout
+
+
 FULL_DISK = """
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

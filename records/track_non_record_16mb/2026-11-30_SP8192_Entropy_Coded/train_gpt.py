@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import difflib
 import faulthandler
+import fcntl
 import hashlib
 import io
 import json
@@ -87,7 +88,7 @@ IGNORED_SETTINGS = (  # of the root script and of published run commands: a warn
 # What pays with ten times the tokens of the lab's run, as published; other settings are the lab's (ABLATION.md).
 PRESETS = {"lab": {}, "8xh100": {
     "max_wallclock_seconds": 600.0, "train_batch_tokens": 786_432, "context_ramp": 0.0,
-    "muon_momentum_warmup_steps": 1500, "loop_start": 0.35}}
+    "muon_momentum_warmup_steps": 1500, "loop_start": 0.35, "gptq_reserve_seconds": 5.0}}
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -256,8 +257,11 @@ def plan_batches(hp: Hyperparameters, world_size: int) -> BatchPlan:
     divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
     largest = max([n for n in divisors if n * hp.train_seq_len <= 98_304], default=1)
     micro = hp.micro_batch_tokens / hp.train_seq_len or largest
+    fits = [n * hp.train_seq_len for n in divisors]
+    if not hp.micro_batch_tokens and 4 * fits[divisors.index(largest)] < min(fits[-1], 98_304):
+        raise SetupError(f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} makes small micro-batches; change it or set "
+                         f"MICRO_BATCH_TOKENS to one of {fits}")
     if micro not in divisors:
-        fits = [n * hp.train_seq_len for n in divisors]
         raise SetupError(f"MICRO_BATCH_TOKENS={hp.micro_batch_tokens} must be one of {fits}, to cut a rank's batch")
     accum = per_rank // int(micro)
     eval_sequences = max(1, hp.val_batch_tokens // (world_size * accum) // hp.eval_seq_len)
@@ -379,7 +383,8 @@ class RunLog:
     def __call__(self, line: str, console: bool = True) -> None:
         self._write("txt", line)
         if self._files and console:
-            print(line, flush=True)
+            with contextlib.suppress(OSError):  # a closed console must not end a paid run either
+                print(line, flush=True)
     def record(self, kind: str, **values: Any) -> None:
         self._write("jsonl", json.dumps({"type": kind, **values}))
     def _write(self, ending: str, line: str) -> None:
@@ -458,18 +463,33 @@ class ValidationSet:
     note: str  # what the number of bytes stands for
     targets = property(lambda self: len(self.tokens) - 1)
 
+def manifest_tokens(hp: Hyperparameters) -> int | None:
+    """Validation tokens that DATA_DIR/manifest.json states for the dataset, if it does. Raises SetupError."""
+    path = Path(hp.data_dir, "manifest.json")
+    try:
+        datasets = json.loads(path.read_text("utf-8"))["datasets"] if path.is_file() else []
+        entry = next((d for d in datasets if d["name"] == hp.dataset_dir.name), {})
+        return (entry.get("stats") or {}).get("tokens_val")
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise SetupError(f"{path} is damaged ({error!r}); fetch it again or remove it") from None
+
 def load_validation(hp: Hyperparameters, tables: tuple[np.ndarray, np.ndarray, np.ndarray]) -> ValidationSet:
     """All validation shards, joined and cut to whole sequences plus one token. Raises SetupError."""
     tokens = np.concatenate([open_shard(path) for path in find_shards(hp, "val")])
     check_token_ids(tokens, hp.vocab_size, hp.dataset_dir)
     if len(tokens) <= hp.eval_seq_len:
         raise SetupError(f"{len(tokens)} val tokens must exceed EVAL_SEQ_LEN={hp.eval_seq_len}; fetch more")
+    if (known := manifest_tokens(hp)) not in (None, len(tokens)):
+        raise SetupError(f"{hp.dataset_dir} has {len(tokens)} val tokens, manifest.json {known}; {hp.fetch}")
     rest = (len(tokens) - 1) % hp.eval_seq_len
     used = tokens[:len(tokens) - rest]
     base_bytes, leading_space, boundary = tables
     spaces = leading_space[used[1:]] & ~boundary[used[:-1]]  # a piece's space counts unless a boundary comes before
     target_bytes = int(base_bytes[used[1:]].sum(dtype=np.int64) + spaces.sum())
-    return ValidationSet(used, target_bytes, f"normalised text; {rest} tail tokens not scored")
+    if target_bytes < 1:
+        raise SetupError(f"the val tokens stand for {target_bytes} bytes; fetch shards and tokenizer again")
+    known = "matches manifest" if known else "no manifest knows the split"
+    return ValidationSet(used, target_bytes, f"normalised text; {rest} tail tokens not scored; {known}")
 
 class CoprimeLoader:
     """The recipe's data order, alike on all ranks and in each new loader: each draw mixes windows of many shards."""
@@ -1211,11 +1231,12 @@ def is_coded(name: str, tensor: Tensor) -> bool:
     """Whether a tensor is stored in codes; all others stay bf16."""
     return tensor.numel() > BF16_MAX_ELEMENTS and tensor.ndim == 2 and not is_control(name)
 
-def code_step(name: str, weight: Tensor, coarseness: float) -> Tensor:
-    """A matrix's step as int32 (): n stands for the scale 2 ** (n / STEPS_PER_OCTAVE)."""
-    relative = next(step for part, step in CODE_STEPS.items() if part in name)
-    rms = weight.float().square().mean().sqrt().clamp(1e-15, 1e15)
-    return (STEPS_PER_OCTAVE * (rms * max(FINEST_STEP, relative * coarseness)).log2()).round().to(torch.int32)
+def code_steps(matrices: Mapping[str, Tensor], coarseness: float) -> Tensor:
+    """The step of each matrix, int32 (matrices): n stands for the scale 2 ** (n / STEPS_PER_OCTAVE)."""
+    relative = [next(step for part, step in CODE_STEPS.items() if part in name) for name in matrices]
+    octaves = torch.tensor([math.log2(max(FINEST_STEP, step * coarseness)) for step in relative])
+    rms = torch.stack([w.detach().float().square().mean() for w in matrices.values()]).sqrt().clamp(1e-15, 1e15)
+    return (STEPS_PER_OCTAVE * (rms.log2() + octaves.to(rms.device, non_blocking=True))).round().to(torch.int32)
 
 def step_scale(step: Tensor) -> Tensor:
     return torch.exp2(step.float() / STEPS_PER_OCTAVE)
@@ -1306,13 +1327,12 @@ class Trainer:
     def rounded_weights(self) -> Iterator[None]:
         """Weights as the artifact will hold them, but for GPTQ. Gradients found here are taken for those at the whole
         weights, which come back (straight-through estimator, Bengio et al. 2013, arXiv:1308.3432)."""
-        weights = {name: p.detach() for name, p in self.coded.items()}
-        whole = [weight.clone() for weight in weights.values()]
-        for name, weight in weights.items():
-            scale = step_scale(code_step(name, weight, self.hp.quant_step_factor))
+        weights = [p.detach() for p in self.coded.values()]
+        whole = [weight.clone() for weight in weights]
+        for weight, scale in zip(weights, step_scale(code_steps(self.coded, self.hp.quant_step_factor))):
             weight.copy_(nearest_code(weight.float(), scale) * scale)
         yield
-        for weight, before in zip(weights.values(), whole):
+        for weight, before in zip(weights, whole):
             weight.copy_(before)
 
     def micro_batch(self) -> None:
@@ -1338,7 +1358,8 @@ class Trainer:
         weights, optimizers and clock back to their start."""
         before = {name: t.clone() for name, t in self.model.state_dict().items()}
         with self.on_the_clock() as data:
-            for mode in dict.fromkeys(self.plans()):
+            turns = (0.0, self.hp.context_ramp, self.hp.loop_start)  # a mode may be too short for the plan's grid
+            for mode in dict.fromkeys([*self.plans(), *(self.schedule(share) for share in turns if share < 1)]):
                 looping, self.context = mode
                 self.model.set_looping(looping)
                 self._warm_up_mode(data)
@@ -1436,7 +1457,7 @@ class Trainer:
         if step < hp.iterations:
             self.log(f"stopping_early: wallclock_cap train_time: {1000 * seconds:.0f}ms step: {step}/{hp.iterations}")
         self.log("peak memory allocated: {} MiB reserved: {} MiB".format(*peak_memory_mib(self.world.device)))
-        if step * (1 - decay) < 5:
+        if decay ** step > 0.01:
             self.log(f"WARNING: the average holds {decay ** step:.0%} initial weights; lower EMA_STEPS_FRACTION")
         if hp.loops and not self.model.looping:
             self.log(f"WARNING: the run ended before LOOP_START={hp.loop_start}: the model has no loop")
@@ -1522,7 +1543,7 @@ class Quantizer:
     def _quantize(self, names: list[str], coarseness: float) -> Iterator[tuple[Tensor, Tensor]]:
         """Codes and steps of matrices of one shape, all at once."""
         factors, weights = [self._factors[n] for n in names], [self.state[n].float() for n in names]
-        steps = torch.stack([code_step(n, w, coarseness) for n, w in zip(names, weights)])
+        steps = code_steps(dict(zip(names, weights)), coarseness)
         ordered = torch.stack([w.masked_fill(f.dead, 0.0)[:, f.order] for w, f in zip(weights, factors)])
         codes = gptq_codes(ordered, step_scale(steps), torch.stack([f.upper for f in factors])).to(torch.int8)
         return ((c[:, f.order.argsort()], s) for c, f, s in zip(codes, factors, steps))
@@ -1777,7 +1798,7 @@ class Run:
         self.began, self.hp, self.source = time.perf_counter(), hp, Path(__file__).read_bytes()
         self.run_id, self.output = hp.run_id or os.urandom(16).hex(), Path(hp.output_dir)
         self.logs, self.artifact = self.output / "logs", self.output / "final_model.int6.ptz"
-        self.results, self.failure = {}, None
+        self.results, self.failure, self.written = {}, None, None
         self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
         self.val = load_validation(hp, byte_tables(load_tokenizer(hp)))
         self.train_paths = [] if hp.eval_only else find_shards(hp, "train")
@@ -1809,8 +1830,13 @@ class Run:
         try:
             if self.world.is_main:
                 self.logs.mkdir(parents=True, exist_ok=True)
-                write_file(self.output / ".writable", bytes(need))  # as much as the model files need
-                (self.output / ".writable").unlink()
+                self.lock = (self.logs / ".lock").open("w")  # it is released when the process ends, however
+                try:
+                    fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    raise OSError("another run writes to it") from None
+                write_file(probe := self.output / f".{self.run_id}.writable", bytes(need))  # what the model files need
+                probe.unlink()
                 log = RunLog(self.logs, self.run_id)
         except OSError as error:
             problem = f"cannot write RUN_ID={self.run_id} to OUTPUT_DIR={self.output}: {error}; choose another"
@@ -1848,10 +1874,11 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         trainer = Trainer(self.model, self.evaluator, self.train_paths, self.log, self.compile(newton_schulz))
         try:
             trainer.warm_up()
+            self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step, with compile and warm-up")
+            self.average = trainer.fit()
         except torch.OutOfMemoryError as error:
-            raise SetupError(f"{first_line(error)}; lower MICRO_BATCH_TOKENS, now {trainer.inputs.numel()}") from None
-        self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step, with compile and warm-up")
-        self.average = trainer.fit()
+            raise SetupError(f"{first_line(error)}; lower MICRO_BATCH_TOKENS, now {trainer.inputs.numel()}, or "
+                             f"VAL_BATCH_TOKENS={self.hp.val_batch_tokens}") from None
         steps, tokens, seconds = trainer.steps_done, trainer.tokens_done, trainer.clock.seconds
         self.raw = {name: t.clone() for name, t in self.model.state_dict().items()}
         self.average.copy_to_model()
@@ -1859,13 +1886,13 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         with trainer.on_the_clock() as data:
             hessians = collect_hessians(self.model, data, trainer.clock, self.log, self.world)
         self.write_artifact(hessians)
-        last = max(self.world.gather([trainer.last_read_seconds]))[0]
-        self.results |= {"train_seconds": trainer.clock.seconds, "hessian_seconds": trainer.clock.seconds - seconds,
+        last, spent = map(max, zip(*self.world.gather([trainer.last_read_seconds, trainer.clock.seconds])))
+        self.results |= {"train_seconds": spent, "hessian_seconds": trainer.clock.seconds - seconds,
                          "steps": steps, "tokens": tokens, "tokens_per_second": tokens / seconds,
                          "train_data_last_read_seconds": last}
         self.log(f"training data last read at {last:.1f}s of the clock, {f'cap {cap:.1f}s' if cap > 0 else 'no cap'}")
-        if 0 < cap < last:
-            self.failure = ClockError(f"data read at {last:.1f}s, past the cap of {cap}s; raise GPTQ_RESERVE_SECONDS")
+        if 0 < cap < spent:
+            self.failure = ClockError(f"Hessians ended at {spent:.1f}s, cap {cap}s; raise GPTQ_RESERVE_SECONDS")
 
     def write_checkpoint(self) -> None:
         """Rank 0's averaged weights, unquantised; a disk too full for them must not cost the artifact."""
@@ -1890,9 +1917,12 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         torch.set_float32_matmul_precision("high")
         if self.world.is_main:
             write_file(self.artifact, data)
-            with contextlib.suppress(OSError):  # the next run replaces the artifact; under this name the file stays
+            try:  # the next run replaces the artifact; under this name the file stays
                 os.link(self.artifact, self.logs / f"{self.run_id}.int6.ptz")
-        self.log(f"sha256 of the artifact: {hashlib.sha256(data).hexdigest()}\nCode size: {len(self.source)} bytes\n"
+            except OSError as error:
+                self.log(f"WARNING: the artifact has no second name in logs/ ({error}); the next run replaces it")
+        self.written = hashlib.sha256(data).hexdigest()
+        self.log(f"sha256 of the artifact: {self.written}\nCode size: {len(self.source)} bytes\n"
                  f"Serialized model int8+rans: {len(data)} bytes\n"
                  f"Total submission size int8+rans: {len(data) + len(self.source)} bytes")
 
@@ -1953,6 +1983,9 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
     def load_artifact(self, path: Path) -> None:
         """Reads the file on rank 0, hands the bytes to all ranks (other nodes have no such file) and loads them."""
         data = self.world.broadcast_object(path.read_bytes() if self.world.is_main else None)
+        found = hashlib.sha256(data).hexdigest()
+        if self.world.is_main and self.written not in (None, found):
+            raise ArtifactError(f"{path} is not what this run wrote (sha256 {found}): something else replaced it")
         try:
             state = self.model.state_dict()
             limit = 8 * sum(t.numel() for t in state.values()) + 2**22  # twice what fp32 weights need
@@ -1982,7 +2015,7 @@ def main() -> int:
     """Runs the command line; the exit code, or, with several ranks, the end of the process."""
     table = "\n".join(f"{f.name.upper()}={f.default}  {f.metadata['meaning']}" for f in fields(Hyperparameters))
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, epilog=table.replace("%", "%%"), formatter_class=layout)
+    parser = argparse.ArgumentParser(description=__doc__, epilog=table, formatter_class=layout)
     parser.add_argument("--print-config", action="store_true", help="print the effective settings and stop")
     args, code = parser.parse_args(), 0
     try:
