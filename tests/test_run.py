@@ -342,6 +342,16 @@ def test_an_artifact_over_the_target_is_quantised_again_until_it_fits(tmp_path):
     assert float(block["int6_val_bpb"]) - float(block["pre_quant_val_bpb"]) < 0.03
 
 
+def test_the_size_is_foretold_before_the_first_compression(tmp_path):
+    folder = new_folder(tmp_path, "foretold")
+    large = {name.lower(): value for name, value in LARGE.items()} | {"sliding_window_enabled": 0, "iterations": 2}
+    wrapper = write_wrapper(folder, "train_gpt.FORETOLD_FROM = 0")
+    result = run_script(folder, run_id="r", script=wrapper, target_total_bytes=850_000, **large)
+    assert result.returncode == 0, result.stderr
+    warning, packed = (result.stdout.index(part) for part in ("over TARGET_TOTAL_BYTES=850000", "compression:"))
+    assert warning < packed and 750_000 < int(summary_block(result.stdout)["total_bytes"]) <= 850_000
+
+
 def test_a_target_that_codes_cannot_reach_costs_no_run(tmp_path):
     large = {name.lower(): value for name, value in LARGE.items()} | {"sliding_window_enabled": 0, "iterations": 2}
     result = run_script(new_folder(tmp_path, "tiny"), run_id="r", target_total_bytes=1000, **large)

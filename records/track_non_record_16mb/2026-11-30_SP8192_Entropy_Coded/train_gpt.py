@@ -7,7 +7,7 @@
 
 Settings are environment variables. This file plus the compressed weights must fit in 16,000,000 bytes.
 Exit codes: 0 fine, 1 unexpected error, 2 settings, data or machine, 3 loss not finite, 4 over the size cap, 5 training
-data read after the cap, 6 artifact unreadable, 130 interrupted. (torchrun exits 1 and lists them.)
+data used after the cap, 6 artifact unreadable, 130 interrupted. (torchrun exits 1 and lists them.)
 """
 from __future__ import annotations
 
