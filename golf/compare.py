@@ -1,4 +1,7 @@
-"""`golf compare`: two sets of runs, seed by seed, with Welch's one-sided test in nats."""
+"""`golf compare`: two sets of runs, seed by seed, with Welch's one-sided test in nats.
+
+Nats are per token. Runs with other tokens than B's are compared in bits per byte, given in nats of B's tokens.
+"""
 from __future__ import annotations
 
 import argparse
@@ -27,9 +30,11 @@ def budget(log: Log) -> str | None:
     seconds = log.settings.get("max_wallclock_seconds")
     return None if seconds is None else f"{float(seconds):g} s"
 
+def dataset(log: Log) -> str | None:
+    return Path(log.settings["datasets_dir"]).name if "datasets_dir" in log.settings else None
+
 def data(log: Log) -> str | None:
-    folder = Path(log.settings["datasets_dir"]).name if "datasets_dir" in log.settings else None
-    return None if log.val_tokens is None else f"{folder} with {log.val_tokens} validation tokens"
+    return None if log.val_tokens is None else f"{dataset(log)} with {log.val_tokens} validation tokens"
 
 CONDITIONS = {"machine": lambda log: log.hardware, "ranks": lambda log: log.world_size, "budget": budget, "data": data,
               "train shards": lambda log: log.train_shards}
@@ -48,15 +53,27 @@ def stage_means(logs: list[Log], stage: str | None) -> list[float]:
     scores = [final(log) if stage is None else log.evaluations.get(stage) for log in logs]
     return [mean_std(column)[0] for column in zip(*(score[:2] for score in scores if score is not None))]
 
+def same_tokens(a: list[Log], b: list[Log]) -> bool:
+    """Whether nats per token can be compared: the datasets' names state the tokenizer. Silent logs count as alike."""
+    return len({dataset(log) for log in (*a, *b)} - {None}) <= 1
+
+def scores(logs: list[Log], b: list[Log], alike: bool) -> list[float]:
+    """val_loss of each run; of other tokens than B's the val_bpb, in nats of B's tokens."""
+    if alike:
+        return [final(log)[0] for log in logs]
+    loss, bpb = stage_means(b, None)
+    return [final(log)[1] * (loss / bpb if bpb else 0.0) for log in logs]
+
 def compare(a: list[Log], b: list[Log], margin: float, alpha: float) -> dict[str, Any]:
-    stages = {}
+    stages, alike = {}, same_tokens(a, b)
     for name, stage in STAGES.items():
         left, right = stage_means(a, stage), stage_means(b, stage)
         for unit, ours, theirs in zip(("nats", "bpb"), left, right):
+            difference = ours - theirs if alike or unit == "bpb" else None
             stages.setdefault(name, {}).update(
-                {f"a_{unit}": ours, f"b_{unit}": theirs, f"difference_{unit}": ours - theirs})
-    p, p_any_gain = (welch([final(log)[0] for log in a], [final(log)[0] for log in b], m) for m in (margin, 0.0))
-    return {"a": runs(a), "b": runs(b), "stages": stages, "margin_nats": margin, "alpha": alpha,
+                {f"a_{unit}": ours, f"b_{unit}": theirs, f"difference_{unit}": difference})
+    p, p_any_gain = (welch(scores(a, b, alike), scores(b, b, alike), m) for m in (margin, 0.0))
+    return {"a": runs(a), "b": runs(b), "stages": stages, "margin_nats": margin, "alpha": alpha, "same_tokens": alike,
             "p": p, "p_any_gain": p_any_gain, "beats": p is not None and p < alpha}
 
 def runs(logs: list[Log]) -> list[dict[str, Any]]:
@@ -87,11 +104,14 @@ def show(args: argparse.Namespace, result: dict[str, Any]) -> None:
     rows = [(side.upper(), row["seed"], row["steps"], f"{row['val_loss']:.6f}", f"{row['val_bpb']:.6f}")
             for side in ("a", "b") for row in result[side]]
     print_table(f"A = {args.a}, B = {args.b}", ("", "seed", "steps", "nats", "bpb"), rows)
-    rows = [(name, f"{stage['a_nats']:.6f}", f"{stage['b_nats']:.6f}", f"{stage['difference_nats']:+.6f}",
-             f"{stage['difference_bpb']:+.6f}") for name, stage in result["stages"].items()]
+    rows = [(name, f"{stage['a_nats']:.6f}", f"{stage['b_nats']:.6f}",
+             f"{stage['difference_nats']:+.6f}" if result["same_tokens"] else "-", f"{stage['difference_bpb']:+.6f}")
+            for name, stage in result["stages"].items()]
     print_table("means (negative: A is better)", ("stage", "A nats", "B nats", "A - B nats", "A - B bpb"), rows)
     for conflict in result["differences"]:
         print(f"forced although different: {conflict}")
+    if not result["same_tokens"]:
+        print("A and B have different tokens: bits per byte are compared, the margin is in nats of B's tokens")
     if result["p"] is None:
         print("Welch's test needs at least two differing runs on both sides")
     else:

@@ -1,5 +1,6 @@
 """`golf new`, `compare`, `board` and the command line as users call it."""
 import json
+import re
 import shutil
 import statistics
 
@@ -143,6 +144,29 @@ def test_compare_is_scipys_one_sided_welch_in_nats(tmp_path, logs):
     assert list(result["stages"]) == ["pre-quant", "quantised", "final"]
     assert result["stages"]["final"]["difference_nats"] == pytest.approx(mean - other)
     assert result["stages"]["pre-quant"]["a_nats"] == pytest.approx(mean + 0.016)
+
+
+@pytest.mark.parametrize("losses", [LOSSES, WORSE])
+def test_compare_judges_runs_with_other_tokens_by_bits_per_byte(tmp_path, logs, losses, capsys):
+    """A tokenizer of longer pieces has more nats per token: that must not hide a gain, nor feign one."""
+    same = write_logs(tmp_path / "same", losses)
+    longer = write_logs(tmp_path / "longer", losses, datasets_dir="./data/datasets/fineweb10B_sp8192")
+    for path in longer:
+        text = re.sub(r"val_loss:([\d.]+)", lambda m: f"val_loss:{1.125 * float(m[1]):.8f}", path.read_text())
+        path.write_text(text)
+    base = write_logs(tmp_path / "base", {seed: loss + 0.005 for seed, loss in LOSSES.items()})
+    results = []
+    for paths in (same, longer):
+        assert cli.main(["compare", "--json", "--force", ",".join(map(str, paths)), str(base[0].parent)]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    ours, theirs = results
+    assert theirs["p"] == pytest.approx(ours["p"], rel=1e-4) and theirs["beats"] == ours["beats"]
+    assert ours["same_tokens"] and not theirs["same_tokens"] and theirs["p_any_gain"] != ours["p"]
+    for name, stage in theirs["stages"].items():
+        assert stage["difference_nats"] is None
+        assert stage["difference_bpb"] == pytest.approx(ours["stages"][name]["difference_bpb"], abs=1e-12)
+    cli.main(["compare", "--force", ",".join(map(str, longer)), str(base[0].parent)])
+    assert "bits per byte are compared" in capsys.readouterr().out
 
 
 def test_compare_needs_two_runs_a_side(logs, capsys):

@@ -511,44 +511,6 @@ def test_context_grows_at_its_share_of_the_run(rec, data_here):
     assert trainer.context == 64 and {*trainer.step_seconds} == {(False, 32), (False, 64)}
 
 
-def test_rounded_weights_are_those_of_the_artifact_and_only_for_the_gradient(rec, data_here):
-    hp = tiny(rec, **EVERYTHING, model_dim=160, grad_clip_norm=0, matrix_lr=0, tied_embed_lr=0, scalar_lr=0)
-    trainer = make_trainer(rec, hp, data_here)
-    model, before = trainer.model, {}
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn_like(p)
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    quantizer = rec.Quantizer(before, {}, hp)
-    expected = rec.dequantize(quantizer(1.0), before)
-    with trainer.rounded_weights():
-        for name in quantizer.matrices:
-            torch.testing.assert_close(model.state_dict()[name], expected[name], rtol=0, atol=0)
-    gradients = {}
-    for trainer.rounding in (True, False):
-        with trainer.on_the_clock() as data:
-            trainer.step(data, 0, 1.0)
-        gradients[trainer.rounding] = [flat.clone() for flat in trainer.gradients.flats]
-        for name, t in model.state_dict().items():
-            assert torch.equal(t, before[name]), name
-    assert len(quantizer.matrices) > 10
-    coded = {name: expected[name] for name in quantizer.matrices}
-    model.load_state_dict({**before, **coded})
-    with trainer.on_the_clock() as data:
-        trainer.step(data, 0, 1.0)
-    for ours, exact, whole in zip(gradients[True], trainer.gradients.flats, gradients[False]):
-        assert torch.equal(ours, exact) and not torch.equal(ours, whole)
-
-
-def test_rounding_begins_at_its_share_of_the_run(rec, data_here):
-    whole, _, _ = losses_of(rec, data_here / "whole", model_dim=160)
-    rounded, _, trainer = losses_of(rec, data_here / "rounded", model_dim=160, rounded_from=0.5)
-    half = len(whole) // 2
-    assert rounded[:half] == whole[:half] and all(a != b for a, b in zip(rounded[half:], whole[half:]))
-    said = (data_here / "rounded/trace.txt").read_text()
-    assert trainer.rounding and f"rounded weights: from step {half + 1}," in said
-
-
 @pytest.mark.parametrize(("changes", "part"), [
     ({"loop_layers": "5"}, "LOOP_LAYERS='5' must be FIRST-LAST"),
     ({"loop_layers": "2-1"}, "LOOP_LAYERS='2-1' must be FIRST-LAST"),

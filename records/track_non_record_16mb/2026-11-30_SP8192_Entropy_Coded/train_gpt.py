@@ -159,7 +159,6 @@ class Hyperparameters:
     ema_steps_fraction: float = setting(0.06, "horizon of the averaged weights, of all expected steps", above=0, most=1)
     # quantisation and artifact
     quant_step_factor: float = setting(1.0, "on all steps of codes; with a target the search begins there", above=0)
-    rounded_from: float = setting(1.0, "share of the run after which weights are rounded (1: never)", least=0, most=1)
     gptq_calibration_batches: int = setting(20, "micro-batches for the Hessians", above=0)
     gptq_reserve_seconds: float = setting(4.0, "part of the cap kept for the Hessians", least=0)
     target_total_bytes: int = setting(15_995_000, "code plus artifact end just under it (0: steps stay)", least=0)
@@ -1288,8 +1287,7 @@ class Trainer:
         self.context = self.hp.train_seq_len  # tokens of a sequence at the moment
         self.graphs: dict[tuple[bool, int], Callable[[], None]] = {}  # by mode: whether the loop is on, and the context
         self.step_seconds: dict[tuple[bool, int], float] = {}
-        self.graph_pool, self.rounding = None, False
-        self.coded = {name: p for name, p in model.named_parameters() if is_coded(name, p)}
+        self.graph_pool = None
 
     tokens_done = property(lambda self: self.steps_done * self.hp.train_batch_tokens)
     mode = property(lambda self: (self.model.looping, self.context))
@@ -1311,29 +1309,16 @@ class Trainer:
         """Queues one optimizer step; the returned call waits for this rank's mean loss, not for the optimizers."""
         for total in (*self.gradients.flats, self.loss):
             total.zero_()
-        with self.rounded_weights() if self.rounding else contextlib.nullcontext():
-            for _ in range(self.plan.grad_accum_steps):
-                for buffer, batch in zip((self.inputs, self.targets), data.next()):
-                    buffer.copy_(batch)
-                self.graphs.get(self.mode, self.micro_batch)()
+        for _ in range(self.plan.grad_accum_steps):
+            for buffer, batch in zip((self.inputs, self.targets), data.next()):
+                buffer.copy_(batch)
+            self.graphs.get(self.mode, self.micro_batch)()
         mean_loss = self.world.fetch(self.loss)
         self.gradients.average(self.world)
         if self.hp.grad_clip_norm > 0:
             self.gradients.clip(self.hp.grad_clip_norm)
         self.optimizers.step(factor, muon_momentum(step, self.hp))
         return mean_loss
-
-    @contextlib.contextmanager
-    def rounded_weights(self) -> Iterator[None]:
-        """Weights as the artifact will hold them, but for GPTQ. Gradients found here are taken for those at the whole
-        weights, which come back (straight-through estimator, Bengio et al. 2013, arXiv:1308.3432)."""
-        weights = [p.detach() for p in self.coded.values()]
-        whole = [weight.clone() for weight in weights]
-        for weight, scale in zip(weights, step_scale(code_steps(self.coded, self.hp.quant_step_factor))):
-            weight.copy_(nearest_code(weight.float(), scale) * scale)
-        yield
-        for weight, before in zip(weights, whole):
-            weight.copy_(before)
 
     def micro_batch(self) -> None:
         """Forward and backward of what is in `inputs` and `targets`; adds to the loss and the gradients."""
@@ -1411,9 +1396,6 @@ class Trainer:
         if context != self.context and step > 1:
             self.log(f"context: {context} tokens from step {step}, at {progress:.1%} of the run")
         self.context = context
-        if (rounding := progress >= self.hp.rounded_from) != self.rounding:
-            self.log(f"rounded weights: from step {step}, at {progress:.1%} of the run")
-        self.rounding = rounding
 
     def fit(self) -> EMA:
         """Trains; returns the averaged weights. The clock holds everything but validation."""
