@@ -177,7 +177,7 @@ class Hyperparameters:
     dataset_dir = property(lambda hp: Path(hp.data_dir, f"datasets/fineweb10B_sp{hp.vocab_size}{hp.variant}"))
     tokenizer_path = property(lambda hp: Path(hp.data_dir, f"tokenizers/fineweb_{hp.vocab_size}_bpe{hp.variant}.model"))
     fetch = property(
-        lambda hp: f"`python data/cached_challenge_fineweb.py --variant sp{hp.vocab_size}` or set DATA_DIR")
+        lambda hp: f"`python data/cached_challenge_fineweb.py --variant sp{hp.vocab_size}{hp.variant}` or set DATA_DIR")
     train_cap_seconds = property(  # so that the Hessians still fit; 0: no cap
         lambda hp: max(0.0, hp.max_wallclock_seconds - hp.gptq_reserve_seconds * hp.gptq_enabled))
 
@@ -193,10 +193,17 @@ class Hyperparameters:
                 problems.append(f"{item.name.upper()}={raw!r} {error}")
         hp, known = cls(**values), [*map(str.upper, hints), *IGNORED_SETTINGS]
         misspelt = [f"{name} is no setting; did you mean {near[0]}? (rename or unset it)" for name in sorted(environ)
-                    if name not in known and (near := difflib.get_close_matches(name.upper(), known, 1, 0.87))]
+                    if name not in known and (near := close_settings(name.upper(), known))]
         if problems := misspelt + (problems or conflicts(hp)):  # conflicts need sane values
             raise SetupError("settings:\n" + "\n".join(f"  - {p}" for p in problems))
         return hp
+
+def close_settings(name: str, known: list[str]) -> list[str]:
+    """Settings that `name` may be meant for: alike on the whole, or, since short names never are, but for one slip."""
+    def slips(other: str) -> bool:
+        wrong = [pair for pair in zip(name, other) if pair[0] != pair[1]]
+        return len(name) == len(other) and (len(wrong) == 1 or (len(wrong) == 2 and wrong[0] == wrong[1][::-1]))
+    return difflib.get_close_matches(name, known, 1, 0.87) or [*filter(slips, known)]
 
 def parse_setting(raw: str, kind: Any, bounds: Mapping[str, float]) -> Any:
     """One environment value as bool (0 or 1), int, float, str or one of a Literal's choices. Raises ValueError."""
@@ -434,14 +441,18 @@ class ByteTables:
     base_bytes: np.ndarray
     has_leading_space: np.ndarray
     is_boundary: np.ndarray
+    note: str = ""  # why a score with them compares with no other
 
     def count(self, tokens: np.ndarray) -> int:
         """Bytes of tokens[1:], each after its predecessor: a piece's space counts unless a boundary comes before."""
         spaces = self.has_leading_space[tokens[1:]] & ~self.is_boundary[tokens[:-1]]
         return int(self.base_bytes[tokens[1:]].sum(dtype=np.int64) + spaces.sum())
 
-def byte_tables(tokenizer: Any) -> ByteTables:
-    """Tables of a SentencePiece processor. Raises SetupError when it has no piece for a lone space or a damaged one."""
+PLAIN_TEXT = "The Quick Brown Fox, 2 Dogs & I: 'OK?'"  # the recipe's normalisation leaves it as it is
+
+def byte_tables(tokenizer: Any, transform: str = "") -> ByteTables:
+    """Tables of a SentencePiece processor. Raises SetupError when it has no piece for a lone space, or a piece that is
+    damaged or, without a transform whose bytes come from files, would be counted wrongly."""
     if tokenizer.piece_to_id(SPACE_MARKER) == tokenizer.unk_id():
         raise SetupError("the tokenizer has no piece for a space (U+2581); train it on text with spaces")
     ids = range(tokenizer.vocab_size())
@@ -450,9 +461,14 @@ def byte_tables(tokenizer: Any) -> ByteTables:
         pieces = ["" if boundary[i] else "x" if tokenizer.is_byte(i) else tokenizer.id_to_piece(i) for i in ids]
     except UnicodeDecodeError as error:
         raise SetupError(f"a piece of the tokenizer is damaged ({error}); fetch it again") from None
+    if (inner := [piece for piece in pieces if SPACE_MARKER in piece[1:]]) and not transform:
+        raise SetupError(f"the tokenizer's piece {inner[0]!a} has a space that is not its first character and would "
+                         "count as 3 bytes; train one whose pieces have spaces in front only")
+    changed = not transform and tokenizer.decode(tokenizer.encode(PLAIN_TEXT)) != PLAIN_TEXT
+    note = "; UNOFFICIAL TOKENIZER: it changes plain text, such as upper case" * changed
     sizes = [len(piece.removeprefix(SPACE_MARKER).encode()) for piece in pieces]
     spaces = [piece.startswith(SPACE_MARKER) for piece in pieces]
-    return ByteTables(np.array(sizes, np.int16), np.array(spaces), np.array(boundary))
+    return ByteTables(np.array(sizes, np.int16), np.array(spaces), np.array(boundary), note)
 
 def load_tokenizer(hp: Hyperparameters) -> Any:
     """The SentencePiece processor of this run. Raises SetupError when missing or of another size."""
@@ -530,7 +546,7 @@ def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
                  "bytes_val_normalised": count(tokens)}
         if (target_bytes := count(used)) < 1:
             raise SetupError(f"the val tokens stand for {target_bytes} bytes; fetch shards and manifest again")
-        note = f"normalised text; {rest} tail tokens not scored; {check_manifest(hp, entry, whole)}"
+        note = f"normalised text; {rest} tail tokens not scored; {check_manifest(hp, entry, whole)}{tables.note}"
     except SetupError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -553,6 +569,11 @@ def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, 
     stats, splits = entry.get("stats") or {}, entry.get("splits") or {}
     if wrong := [f"{name} {stats[name]}, found {n}" for name, n in whole.items() if stats.get(name, n) != n]:
         raise SetupError(f"{hp.dataset_dir} is not that of manifest.json ({'; '.join(wrong)}); {hp.fetch}")
+    for row in entry.get("files") or []:
+        name, digest = row["name"], row.get("sha256")
+        if name.startswith("fineweb_val_") and digest not in (
+                None, hashlib.sha256((hp.dataset_dir / name).read_bytes()).hexdigest()):
+            raise SetupError(f"{name} is not that of manifest.json (sha256); {hp.fetch}")
     if {"val", "train"} <= {*splits}:
         (a, b), (c, d) = ((splits[split]["first_doc"], splits[split]["last_doc"]) for split in ("val", "train"))
         if a <= d and c <= b:
@@ -1617,10 +1638,12 @@ class HessianFactor:
     damping: float
 
 def factor_hessian(hessian: Tensor) -> HessianFactor | None:
-    """Factor of a (C, C) fp32 Hessian, damped, if need be more; None when that does not help."""
+    """Factor of a (C, C) fp32 Hessian, damped, if need be more; None when that does not help or no input was seen."""
     hessian = hessian.float().clone()
     diagonal = hessian.diagonal()
     dead = diagonal == 0
+    if bool(dead.all()):
+        return None
     diagonal[dead] = 1.0
     mean, before = diagonal.mean(), diagonal.clone()
     for damping in GPTQ_DAMPING:
@@ -1904,7 +1927,7 @@ class Run:
         self.failure: RunError | None = None
         self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
         compress(b"", hp.compressor)  # raises when its module is missing
-        self.val = load_validation(hp, byte_tables(load_tokenizer(hp)))
+        self.val = load_validation(hp, byte_tables(load_tokenizer(hp), hp.transform))
         self.train_paths = [] if hp.eval_only else check_train_shards(hp)
         if hp.eval_only and not Path(hp.eval_only).is_file():
             raise SetupError(f"EVAL_ONLY={hp.eval_only}: no such file")

@@ -277,7 +277,7 @@ def write_model(spec: TokenizerSpec, model: bytes, folder: Path) -> dict:
 
     source = str(spec.reuse or spec.name)
     tokenizer = load_model(model, source)
-    shards.check_tokenizer(tokenizer, spec.vocab_size, source)
+    shards.check_tokenizer(tokenizer, spec.vocab_size, source, byte_files=bool(spec.transform))
     if spec.transform:
         check_caseops_model(tokenizer, source)
     model_path, vocab_path = folder / f"{spec.file_stem}.model", folder / f"{spec.file_stem}.vocab"

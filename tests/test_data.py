@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import random
@@ -320,6 +321,18 @@ def test_cut_text_is_lossless_and_short_enough(text, limit):
     pieces = list(tokenizer_build.cut_text(text, limit))
     assert "".join(pieces) == text
     assert all(len(piece.encode("utf-8")) <= limit for piece in pieces)
+
+
+def test_pieces_with_a_space_inside_are_refused_unless_files_say_the_bytes():
+    model = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(["of the wood"] * 50), model_writer=model, vocab_size=280, model_type="bpe",
+        minloglevel=2, byte_fallback=True, hard_vocab_limit=False, user_defined_symbols=["of\u2581the"],
+        pad_id=0, bos_id=1, eos_id=2, unk_id=3)
+    tokenizer = spm.SentencePieceProcessor(model_proto=model.getvalue())
+    with pytest.raises(shards.DataError, match=r"x: piece 'of.u2581the' has a space that is not its first character"):
+        shards.check_tokenizer(tokenizer, tokenizer.get_piece_size(), "x")
+    shards.check_tokenizer(tokenizer, tokenizer.get_piece_size(), "x", byte_files=True)
 
 
 def test_too_small_vocabulary_names_the_largest(tmp_path):

@@ -3,7 +3,9 @@ import hashlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from conftest import ROOT, new_folder, run_script, summary_block
 
@@ -86,6 +88,29 @@ def test_the_verdict_on_a_manifest_says_what_was_compared():
 def test_any_total_that_differs_is_refused(key):
     with pytest.raises(tg.SetupError, match=f"{key} {WHOLE[key] + 1}, found {WHOLE[key]}"):
         tg.check_manifest(tg.Hyperparameters(), {"stats": {**WHOLE, key: WHOLE[key] + 1}}, WHOLE)
+
+
+def test_validation_tokens_in_another_order_are_refused(exported, tmp_path):
+    """Same count, same bytes, same documents' starts: only the hash in the manifest tells."""
+    folder = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(exported / "data"), str(folder)], check=True)
+    hp = tg.Hyperparameters.from_env({"DATA_DIR": str(folder), "VOCAB_SIZE": "512", "EVAL_SEQ_LEN": "64",
+                                      "EVAL_STRIDE": "16"})
+    tables = tg.byte_tables(tg.load_tokenizer(hp))
+    assert tg.load_validation(hp, replace(tables, note="; MARK")).note.endswith("matches manifest: yes; MARK")
+    path, = hp.dataset_dir.glob("fineweb_val_*.bin")
+    shard = np.fromfile(path, "<u2")
+    assert shard[-1] != shard[-2]
+    shard[[-2, -1]] = shard[[-1, -2]]
+    shard.tofile(path)
+    with pytest.raises(tg.SetupError, match=r"is not that of manifest.json .sha256."):
+        tg.load_validation(hp, tables)
+
+
+def test_the_remedy_for_missing_data_names_the_variant(tmp_path):
+    hp = tg.Hyperparameters.from_env({"DATA_DIR": str(tmp_path), "VOCAB_SIZE": "8192", "TRANSFORM": "caseops"})
+    with pytest.raises(tg.SetupError, match="--variant sp8192_caseops`"):
+        tg.load_tokenizer(hp)
 
 
 @pytest.mark.parametrize("bounds", [(0, 4, 3, 9), (0, 9, 3, 5), (3, 9, 0, 3)])
