@@ -13,9 +13,9 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-# Names of definitions that compute, count, time or print the score.
+# Names of definitions that compute, count, time or print the score, or read its data or the seed.
 FROZEN = re.compile("(?i)eval|valid|bpb|score|byte_?table|tokenizer|sliding|report|sidecar|summar|size_cap|manifest|"
-                    "watch|clock")
+                    "watch|clock|marker|bos_id|plain_text|shard|token_ids|seed|^sum$|^main$")
 
 def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Name and text, without comments, of functions, methods, classes and constants; fields of a class may change."""
@@ -29,12 +29,15 @@ def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:
                 yield ast.unparse(target), ast.unparse(item)
 
 def frozen_parts(source: bytes) -> dict[str, str]:
-    """Text of the definitions whose last name matches FROZEN, by name. Raises SyntaxError."""
+    """Text of the definitions whose last name matches FROZEN, by name, and of calls that seed. Raises SyntaxError."""
     found: dict[str, str] = {}
-    for name, text in definitions(ast.parse(source)):
+    tree = ast.parse(source)
+    for name, text in definitions(tree):
         if FROZEN.search(name.rsplit(".", 1)[-1]):
             found[name] = found.get(name, "") + text  # defined twice: both count
-    return found
+    calls = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)
+             and ast.unparse(node.func).rsplit(".", 1)[-1] in ("seed", "manual_seed", "manual_seed_all")]
+    return found | {"calls that seed": "\n".join(sorted(calls))} if calls else found
 
 def differing(what: str, old: dict[str, str], new: dict[str, str]) -> str:
     """`what` and the first names whose values differ; empty when none does."""

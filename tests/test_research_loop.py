@@ -140,7 +140,7 @@ def test_debris_of_a_candidate_stays_out_of_the_tree(session):
 
 
 def test_equal_and_smaller_is_kept(session, capsys):
-    edit(session, NOISE=0.0, LEVEL=0.95)
+    edit(session, NOISE=1e-7, LEVEL=0.95)
     assert run_json(capsys, "run", "-d", "quiet and better")[1]["status"] == "keep"
     script = session / "train_gpt.py"
     shorter = script.read_text().replace("it prints what train_gpt.py prints, with a score", "with a score")
@@ -150,6 +150,16 @@ def test_equal_and_smaller_is_kept(session, capsys):
     script.write_text(shorter + "# longer\n")
     assert run_json(capsys, "run", "-d", "more text")[1]["status"] == "discard"
     assert script.read_text() == shorter
+    assert_in_order(session)
+
+
+def test_a_candidate_that_chooses_its_seed_is_invalid(session, capsys):
+    """Equal runs would count as runs without noise, and one lucky seed as a gain."""
+    before = (session / "train_gpt.py").read_bytes()
+    edit(session, NOISE=0.0, LEVEL=0.95)
+    status, row = run_json(capsys, "run", "-d", "one seed for all")
+    assert (status, row["status"]) == (1, "invalid") and "runs are equal whatever the seed" in row["reason"]
+    assert (session / "train_gpt.py").read_bytes() == before
     assert_in_order(session)
 
 

@@ -71,6 +71,13 @@ def test_the_real_script_has_settings_and_a_frozen_metric():
     assert guard.script_problem(source, commented) == ""
     cheat = source.replace(b"SIZE_CAP_BYTES = 16_000_000", b"SIZE_CAP_BYTES = 17_000_000")
     assert guard.script_problem(source, cheat) == "changes the metric: SIZE_CAP_BYTES"
+    for old, new, said in (
+            ('SPACE_MARKER = "\\u2581"', 'SPACE_MARKER = "e"', "SPACE_MARKER"), ("BOS_ID = 1", "BOS_ID = 2", "BOS_ID"),
+            ("torch.manual_seed(hp.seed)", "torch.manual_seed(7)", "calls that seed"),
+            ("            dist.all_reduce(tensor)", "            tensor *= 2", "World.sum"),
+            ("[2 * SHARD_HEADER_INTS:]", "[2 * SHARD_HEADER_INTS + 1:]", "open_shard")):
+        changed = source.replace(old.encode(), new.encode())
+        assert changed != source and said in guard.script_problem(source, changed), old
     again = source + b"\n\ndef byte_tables(tokenizer):\n    return 1\n"
     assert "byte_tables" in guard.script_problem(source, again)
 
