@@ -26,9 +26,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from golf.trial import marked  # noqa: E402
 from research.loop import Loop  # noqa: E402
 from research.store import SHORT, locked, whole_lines  # noqa: E402
-from research.trial import marked  # noqa: E402
 
 TRAINER, AGENT = ROOT / "tests/research_trainer.py", ROOT / "tests/research_agent.py"
 USER_FILES = {"user.txt": "an untracked file of the user\n", "helper.py": "CHANGED = False\n"}

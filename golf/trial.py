@@ -8,12 +8,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-GRACE_SECONDS = 3  # between asking a process group to end and ending it
+MARK = "TRIAL_RUN"  # environment variable by which a run's processes are found, whatever session they are in
+GRACE_SECONDS = 10.0  # between TERM and KILL
+LOG_BYTES = 64 * 2**20  # more output than this ends a run: it would fill the disk
 # Small, yet with matrices of over 65,536 weights, so that Hessians, int6 and int8 all run. The user's settings win.
 TINY = {"VOCAB_SIZE": "512", "NUM_LAYERS": "3", "XSA_LAST_N": "3", "NUM_KV_HEADS": "2", "MODEL_DIM": "160",
         "EMBEDDING_DIM": "160", "NUM_HEADS": "4", "MLP_MULT": "4", "ROPE_DIMS": "4", "VE_DIM": "8", "VE_LAYERS": "1,2",
@@ -31,20 +37,65 @@ def recipe(name: str = "train_gpt") -> Any:
     finally:
         sys.path.pop(0)
 
-def run_limited(command: list[str], folder: Path, environment: dict[str, str], seconds: float) -> tuple[int, str]:
-    """Exit status and joined output of a command; 124 when it ran out of time and its whole process group was ended."""
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, errors="replace", start_new_session=True)
+def run_limited(command: Sequence[str], folder: Path, environment: Mapping[str, str],
+                seconds: float) -> tuple[int, str]:
+    """Exit status and joined output of a command; 124 when it ran or wrote too long."""
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch, "log.txt")
+        status = run_process(command, folder, environment, log, seconds, Event())
+        output = read_text(log)
+    if status is None:
+        return 124, f"{output}\nstopped after {seconds:.0f} s, or {LOG_BYTES >> 20} MiB of output"
+    return status, output
+
+def run_process(command: Sequence[str], cwd: Path, environment: Mapping[str, str], log: Path, limit_seconds: float,
+                stop: Event, stdin: Path = Path(os.devnull)) -> int | None:
+    """Exit status, or None when it ran or wrote too long; all output goes to `log`. No process of the run is left, also
+    none that ignores TERM or left the process group (torchrun gives each worker a session of its own). Raises
+    KeyboardInterrupt when `stop` is set, and ValueError when the command cannot be started."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output, stdin.open("rb") as given:
+        try:
+            process = subprocess.Popen(command, cwd=cwd, env={**environment, MARK: f"{log.parent}/"}, stdin=given,
+                                       stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        except OSError as error:
+            raise ValueError(f"{command[0]!r} cannot be started ({error.strerror}); correct the command") from None
+    deadline = time.monotonic() + limit_seconds
     try:
-        output, _ = process.communicate(timeout=seconds)
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        while (code := process.poll()) is None and time.monotonic() < deadline and log.stat().st_size < LOG_BYTES:
+            if stop.wait(0.05):
+                raise KeyboardInterrupt
+        return code
+    finally:
+        end_processes(log.parent)
+        if process.poll() is None:  # where there is no /proc
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+def marked(folder: Path) -> list[int]:
+    """Processes of the runs whose logs are in or below this folder. Needs Linux's /proc."""
+    found, value = [], f"\0{MARK}={folder}/".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if value in b"\0" + (process / "environ").read_bytes():
+                found.append(int(process.name))
+    return found
+
+def end_processes(folder: Path) -> None:
+    """TERM, then KILL, to all of these processes, until none is left."""
+    asked: set[int] = set()
+    deadline = time.monotonic() + GRACE_SECONDS
+    while pids := marked(folder):
+        late = time.monotonic() > deadline
+        for pid in pids if late else set(pids) - asked:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=GRACE_SECONDS)
-        return 124, f"{process.communicate()[0]}\nstopped after {seconds:.0f} s"
+                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+        asked.update(pids)
+        time.sleep(0.02)
+
+def read_text(log: Path) -> str:
+    """A log with progress bars' carriage returns as line ends, so that every line starts at column 0."""
+    return log.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
 
 def last_lines(output: str, count: int = 6) -> str:
     return "\n".join([line for line in output.splitlines() if line.strip()][-count:])

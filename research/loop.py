@@ -17,11 +17,12 @@ from threading import Event, RLock
 from typing import Any
 
 from golf.cli import write_file
+from golf.trial import end_processes, read_text, run_process
 from research import guard
 from research.decide import Verdict, decide, pooled_noise
 from research.repo import Repo, git
 from research.store import FOLDER, SHORT, Row, append_line, append_row, load_state, locked, read_rows, whole_lines
-from research.trial import Outcome, end_processes, judge, read_text, run_process
+from research.trial import Outcome, judge
 
 KEPT_FILE_BYTES = 2**20  # larger outputs, such as weights, are deleted: a night of them would fill a disk
 ATTEMPTS = 3  # runs of a commit that already ran well and now fails

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from golf.trial import read_text, run_process
 from research.loop import Loop
 from research.repo import changed_files
 from research.store import RESULTS, SHORT, Row, one_line, whole_lines
-from research.trial import read_text, run_process
 
 PROTOCOL = Path(__file__).with_name("program.md")
 SHOWN_ROWS, DESCRIPTION_CHARS = 40, 120

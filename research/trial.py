@@ -1,24 +1,15 @@
-"""One run of the script under its budget: ended with all its children, judged by its log."""
+"""What one run of the script under its budget came to: judged by its exit status and log."""
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import re
-import signal
-import subprocess
-import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 
 from golf.logs import Log, read_body
+from golf.trial import LOG_BYTES
 from research.store import State
 
-MARK = "RESEARCH_RUN"  # environment variable by which a run's processes are found, whatever session they are in
-GRACE_SECONDS = 10.0  # between TERM and KILL
-LOG_BYTES = 64 * 2**20  # more output than this ends a run: it would fill the disk
 CAUSE = re.compile(r"(?m)^(?:\[rank\d+\]: ?)?((?:[\w.]+(?:Error|Exception)|error): .{1,200})")  # the first one named
 
 @dataclass(frozen=True)
@@ -31,54 +22,6 @@ class Outcome:
     steps: int = 0
     bytes: int = 0
     memory_mib: int = 0
-
-def run_process(command: Sequence[str], cwd: Path, environment: Mapping[str, str], log: Path, limit_seconds: float,
-                stop: Event, stdin: Path = Path(os.devnull)) -> int | None:
-    """Exit status, or None when it ran or wrote too long; all output goes to `log`. No process of the run is left, also
-    none that ignores TERM or left the process group (torchrun gives each worker a session of its own). Raises
-    KeyboardInterrupt when `stop` is set, and ValueError when the command cannot be started."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output, stdin.open("rb") as given:
-        try:
-            process = subprocess.Popen(command, cwd=cwd, env={**environment, MARK: f"{log.parent}/"}, stdin=given,
-                                       stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        except OSError as error:
-            raise ValueError(f"{command[0]!r} cannot be started ({error.strerror}); correct the command") from None
-    deadline = time.monotonic() + limit_seconds
-    try:
-        while (code := process.poll()) is None and time.monotonic() < deadline and log.stat().st_size < LOG_BYTES:
-            if stop.wait(0.05):
-                raise KeyboardInterrupt
-        return code
-    finally:
-        end_processes(log.parent)
-        process.kill()  # where there is no /proc
-        process.wait()
-
-def marked(folder: Path) -> list[int]:
-    """Processes of the runs whose logs are in or below this folder. Needs Linux's /proc."""
-    found, value = [], f"\0{MARK}={folder}/".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if value in b"\0" + (process / "environ").read_bytes():
-                found.append(int(process.name))
-    return found
-
-def end_processes(folder: Path) -> None:
-    """TERM, then KILL, to all of these processes, until none is left."""
-    asked: set[int] = set()
-    deadline = time.monotonic() + GRACE_SECONDS
-    while pids := marked(folder):
-        late = time.monotonic() > deadline
-        for pid in pids if late else set(pids) - asked:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-        asked.update(pids)
-        time.sleep(0.02)
-
-def read_text(log: Path) -> str:
-    """A log with progress bars' carriage returns as line ends, so that every line starts at column 0."""
-    return log.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
 
 def judge(code: int | None, text: str, state: State) -> Outcome:
     """What a run's exit status (None: over the limit) and output mean. Exit codes 3 and 4 are the script's own for a

@@ -10,7 +10,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
 
 import research_kills
 
-from research import cli, trial
+from golf import trial
+from research import cli
 
 START = ("start", "night", "--budget", "1", "--limit", "4")
 

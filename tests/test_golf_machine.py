@@ -117,7 +117,8 @@ def test_projections_over_the_limits_are_flagged(tmp_path):
     assert found["size"].verdict == "fail" and found["training"].verdict == "warn" and found["GPTQ"].verdict == "warn"
 
 
-def test_command_that_hangs_is_ended_with_its_children(tmp_path):
+def test_command_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "GRACE_SECONDS", 0.3)
     code = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); " \
            "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); " \
            "open('pid', 'w').write(str(child.pid)); time.sleep(60)"
@@ -127,6 +128,16 @@ def test_command_that_hangs_is_ended_with_its_children(tmp_path):
     state = subprocess.run(["ps", "-o", "stat=", "-p", (tmp_path / "pid").read_text()], capture_output=True, text=True,
                            check=False).stdout
     assert state.strip()[:1] in ("", "Z")
+
+
+def test_time_limit_holds_for_children_in_a_session_of_their_own(tmp_path):
+    """As torchrun's workers are: they keep the output open when only the group of the command is ended."""
+    code = "import subprocess, sys, time; print('begun', flush=True); " \
+           "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True); " \
+           "time.sleep(60)"
+    began = time.monotonic()
+    status, output = trial.run_limited([sys.executable, "-c", code], tmp_path, os.environ, 1)
+    assert status == 124 and output.startswith("begun") and time.monotonic() - began < 20
 
 
 def test_tiny_data_is_what_a_run_reads(tmp_path):

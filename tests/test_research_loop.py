@@ -22,7 +22,8 @@ from research_helpers import (  # noqa: F401 - fixtures
     session,
 )
 
-from research import cli, trial
+from golf import trial
+from research import cli
 from research.loop import Loop
 from research.store import COLUMNS, append_line, read_rows, whole_lines
 

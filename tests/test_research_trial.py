@@ -7,9 +7,10 @@ from threading import Event, Timer
 
 import pytest
 
-from research import trial
+from golf import trial
+from golf.trial import marked, run_process
 from research.store import State
-from research.trial import judge, marked, run_process
+from research.trial import judge
 
 STATE = State("tag", "train_gpt.py", [], budget=300, limit=600)
 IGNORE_TERM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
