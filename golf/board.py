@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from golf.cli import add_command, print_json, print_table, shown, write_file
-from golf.records import RECORD_MARGIN_NATS, RECORDS, TRACKS, read_record, track_name
+from golf.records import ABSURD, RECORD_MARGIN_NATS, RECORDS, TRACKS, read_record, track_name
 
 BEGIN, END = "<!-- board: made by `python -m golf board`, do not edit -->", "<!-- board: end -->"
 
@@ -27,10 +27,12 @@ def entries(folder: Path, published: list[dict[str, Any]]) -> list[dict[str, Any
 def entry(folder: Path) -> dict[str, Any]:
     record = read_record(folder)
     values = record.submission
-    if not isinstance(values.get("val_bpb"), (int, float)):
-        raise ValueError(f"{folder}/submission.json: no val_bpb to rank by; run `python -m golf check {folder}`")
-    return {"folder": f"{folder.parent.name}/{folder.name}", "val_bpb": values["val_bpb"],
-            "val_loss": values.get("val_loss"), "val_bpb_std": values.get("val_bpb_std"),
+    scores = {name: values.get(name) for name in ("val_bpb", "val_loss", "val_bpb_std")}
+    for name, score in scores.items():
+        is_number = isinstance(score, (int, float)) and abs(score) < ABSURD
+        if not is_number and (score is not None or name == "val_bpb"):
+            raise ValueError(f"{folder}/submission.json: no {name} as a number; run `python -m golf check {folder}`")
+    return {"folder": f"{folder.parent.name}/{folder.name}", **scores,
             "name": str(values.get("name", folder.name)), "author": str(values.get("author", "?")),
             "date": str(values.get("date", ""))[:10], "seeds": len(record.seeds), "bytes": values.get("bytes_total")}
 

@@ -235,6 +235,14 @@ def test_board_needs_its_markers_and_readable_entries(records, capsys):
     assert "put them back" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("change", [{"val_loss": "2.5"}, {"val_bpb": 10**400}, {"val_bpb": float("nan")},
+                                    {"val_bpb_std": "small"}])
+def test_board_refuses_scores_that_are_no_numbers(records, capsys, change):
+    gh.edit_json(records / "track_10min_16mb/2026-04-03_Same", **change)
+    assert cli.main(["board", f"--records={records}"]) == 2
+    assert f"2026-04-03_Same/submission.json: no {next(iter(change))} as a number" in capsys.readouterr().err
+
+
 def test_our_board_is_up_to_date():
     assert cli.main(["board", "--check"]) == 0
 
