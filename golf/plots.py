@@ -69,10 +69,11 @@ def draw_rate(axes: Any, logs: list[Log], place: Place) -> None:
 def draw_sizes(axes: Any, logs: list[Log], _place: Place) -> None:
     """Bars of code and model bytes against the cap."""
     sized = [log for log in logs if log.code_bytes and log.model_bytes]
-    names, code = [label(log) for log in sized], [log.code_bytes for log in sized]
+    rows, code = range(len(sized)), [log.code_bytes for log in sized]
     if sized:
-        axes.barh(names, code, label="code")
-        axes.barh(names, [log.model_bytes for log in sized], left=code, label="model")
+        axes.barh(rows, code, label="code")
+        axes.barh(rows, [log.model_bytes for log in sized], left=code, label="model")
+    axes.set_yticks(rows, [label(log) for log in sized])  # not as categories: two runs may share a label
     if any(log.code_bytes + log.model_bytes > SIZE_CAP_BYTES / 4 for log in sized):
         axes.axvline(SIZE_CAP_BYTES, color="k", ls="--", lw=1, label="cap")
     axes.set_ylim(-0.6, len(sized) + 0.4)  # room for the legend above the bars

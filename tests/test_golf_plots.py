@@ -89,6 +89,13 @@ def test_rate_needs_records_and_sizes_need_none(logs):
     assert [bar.get_width() for bar in drawn("Size", logs).patches] == [60000, 60000, 15000000, 15000000]
 
 
+def test_runs_with_one_label_have_a_bar_each(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    bars = drawn("Size", [write_log(tmp_path / name, 42) for name in "ab"]).patches
+    assert len({(bar.get_x(), bar.get_y()) for bar in bars}) == 4
+
+
 def test_plot_is_a_picture_and_is_never_overwritten_unasked(logs, tmp_path, capsys):
     out = tmp_path / "runs.png"
     result = golf("plot", *logs, "-o", out)
