@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import platform
 import re
@@ -177,7 +178,22 @@ def slice_data(hp: Any, val_tokens: int, target: Path) -> tuple[int, int]:
     paths = trial.recipe().find_shards(hp, "val")
     tokens = np.fromfile(paths[0], "<u2", val_tokens, offset=1024)
     trial.write_shard(there.dataset_dir / paths[0].name, tokens)
+    if hp.transform:
+        slice_sidecar(hp, paths[0], len(tokens), there)
     return len(tokens), sum(map(trial.recipe().shard_tokens, paths))
+
+def slice_sidecar(hp: Any, shard: Path, tokens: int, there: Any) -> None:
+    """The bytes of those tokens, and a manifest that names their file but no totals; what is missing the run says."""
+    import numpy as np
+
+    path = Path(hp.data_dir) / "manifest.json"
+    datasets = json.loads(path.read_text(encoding="utf-8"))["datasets"] if path.is_file() else []
+    for entry in datasets:
+        if entry["name"] == hp.dataset_dir.name and (sidecar := entry.get("bytes_sidecar")):
+            file = shard.with_suffix(sidecar["suffix"])
+            np.fromfile(file, sidecar["dtype"], tokens).tofile(there.dataset_dir / file.name)
+            part = {"datasets": [{"name": entry["name"], "bytes_sidecar": sidecar}]}
+            (Path(there.data_dir) / path.name).write_text(json.dumps(part), encoding="utf-8")
 
 def run_preflight(args: argparse.Namespace) -> int:
     """0 when every stage ran and the projections fit the limits, 1 otherwise."""

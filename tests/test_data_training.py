@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import ROOT, new_folder, run_script, summary_block
+from conftest import ROOT, SCRIPT, new_folder, run_environment, run_script, summary_block
 
 import train_gpt as tg
 
@@ -66,6 +66,14 @@ def test_caseops_without_its_sidecar_is_refused(exported, tmp_path, lost, monkey
                                       "EVAL_SEQ_LEN": "64", "EVAL_STRIDE": "16"})
     with pytest.raises(tg.SetupError, match="bytes file beside each val shard"):
         tg.load_validation(hp, tg.byte_tables(tg.load_tokenizer(hp)))
+
+
+def test_preflight_cuts_the_sidecar_with_the_validation_tokens(exported):
+    changes = {"transform": "caseops", "model_dim": 160, "embedding_dim": 160}
+    result = subprocess.run([sys.executable, "-m", "golf", "preflight", str(SCRIPT), "--val-tokens", "1000"],
+                            cwd=exported, env={**run_environment(**changes), "PYTHONPATH": str(ROOT)},
+                            capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0 and "of an untrained model on 1,000 tokens" in result.stdout, result.stdout
 
 
 WHOLE = {"docs_val": 3, "tokens_val": 100, "bytes_val_normalised": 300}
