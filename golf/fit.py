@@ -135,15 +135,10 @@ class Model:
         """The artifact file with other codes and scales. `changed` holds matrices that are no longer GPTQ's."""
         tensors, meta = dict(self.tensors), dict(self.meta)
         for name, (codes, scale) in coded.items():
-            tensors[f"{name}.q"] = int8(codes).contiguous()
+            tensors[f"{name}.q"] = codes.char().cpu().contiguous()
             tensors[f"{name}.scale"] = scale.flatten().half().cpu()
         meta |= {name: {**meta[name], "method": "clip_search"} for name in changed}
         return recipe().pack_artifact(recipe().Quantized(tensors, meta, [], [], []), self.compressor)
-
-def int8(codes: Any) -> Any:
-    import torch
-
-    return codes.to(torch.int8).cpu()
 
 def read_weights(path: Path, hessians: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Stored tensors, meta, and the weights that they stand for: a checkpoint's own, coded as the recipe does it."""
@@ -184,8 +179,8 @@ def load_model(path: Path, weights: Path | None, hessians: Path | None, compress
                                 extra[name].to(device).float() if name in extra else None)
     model, tg = Model(tensors, meta, matrices, compressor), recipe()
     with ThreadPoolExecutor(jobs) as pool:  # both compressors let go of the interpreter
-        sizes = pool.map(lambda m: len(tg.compress(tg.byte_shuffle(int8(m.codes).numpy().tobytes()), compressor)),
-                         matrices.values())
+        stored = (tg.byte_shuffle(tensors[f"{name}.q"].char().numpy().tobytes()) for name in matrices)
+        sizes = pool.map(lambda data: len(tg.compress(data, compressor)), stored)
         for matrix, size in zip(matrices.values(), sizes):
             matrix.compressed = size
     if zipfile.is_zipfile(path):  # the rest is an artifact with all codes zero
