@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,6 @@ WD_EXPONENT = 0.5  # decoupled decay against updates of one size: RMS goes with 
 Coded = tuple[Any, Any]  # fp32 codes (R, C) and scales (R, 1)
 
 # -- matrices ----------------------------------------------------------------------------------------------------------
-
-def clip_codes(codes: Any, sigmas: float) -> Any:
-    limit = max(1, math.ceil(sigmas * float(codes.square().mean().sqrt())))
-    return codes.clamp(-limit, limit)
 
 def entropy_bytes(codes: Any) -> float:
     """Order-0 entropy of integer codes in bytes: what a perfect coder without context would need."""
@@ -77,6 +73,10 @@ class Matrix:
     def group(self) -> str:
         return next(group for group, pattern in GROUPS.items() if re.search(pattern, self.name))
 
+    def clipped(self, sigmas: float) -> Coded:
+        limit = max(1, math.ceil(sigmas * float(self.codes.square().mean().sqrt())))
+        return self.codes.clamp(-limit, limit), self.scale
+
     def with_levels(self, levels: int) -> Coded:
         """Codes in +-levels over the range of the present int6 codes, with the recipe's floor of one over levels."""
         scale = (self.scale * INT6 / levels).clamp_min(1 / levels).half().float()
@@ -102,14 +102,14 @@ class Matrix:
             present = GPTQ_SHARE * self.error(*self.with_levels(INT6))
         self.options = [Option("as it is", self.compressed, present, lambda: (self.codes, self.scale))]
         for sigmas in CLIP_SIGMAS:
-            codes = clip_codes(self.codes, sigmas)
-            error = present + max(0.0, self.error(codes, self.scale) - plain)
-            self.options.append(Option(f"clip {sigmas:g} sigma", self.estimate(codes), error,
-                                       lambda k=sigmas: (clip_codes(self.codes, k), self.scale)))
+            coded = self.clipped(sigmas)
+            error = present + max(0.0, self.error(*coded) - plain)
+            self.options.append(Option(f"clip {sigmas:g} sigma", self.estimate(coded[0]), error,
+                                       partial(self.clipped, sigmas)))
         for levels in (*FEWER_LEVELS, *(MORE_LEVELS if grow else ())):
             coded = self.with_levels(levels)
             self.options.append(Option(f"{levels} levels", self.estimate(coded[0]), self.error(*coded),
-                                       lambda levels=levels: self.with_levels(levels)))
+                                       partial(self.with_levels, levels)))
 
 # -- the whole model ---------------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ def predictions(model: Model, wd: float) -> list[dict[str, Any]]:
     changes: dict[str, Callable[[Matrix], Coded]] = {"as it is": lambda m: (m.codes, m.scale)}
     rows = []
     for sigmas in CLIP_SIGMAS:
-        changes[f"clip at {sigmas:g} sigma"] = lambda m, k=sigmas: (clip_codes(m.codes, k), m.scale)
+        changes[f"clip at {sigmas:g} sigma"] = lambda m, k=sigmas: m.clipped(k)
     for bits in (4, 5, 7, 8):
         changes[f"{bits} bits"] = lambda m, levels=2 ** (bits - 1) - 1: m.with_levels(levels)
     for change, coded in changes.items():
