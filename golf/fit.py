@@ -26,7 +26,7 @@ GROUPS = {"attention q": r"\.attn\.c_q", "attention k": r"\.attn\.c_k", "attenti
 CLIP_SIGMAS = (4.0, 3.5, 3.0, 2.5)
 FEWER_LEVELS = (29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7)
 MORE_LEVELS = (36, 42, 48, 55, 63, 79, 100, 127)
-GPTQ_SHARE = 0.5  # GPTQ's loss as a share of plain rounding's, when no Hessian tells; its squared error is larger
+GPTQ_SHARE = 0.5  # GPTQ's loss as a share of plain rounding's; its squared error is larger, but no Hessian is at hand
 WD_EXPONENT = 0.5  # decoupled decay against updates of one size: RMS goes with decay ** -0.5
 
 Coded = tuple[Any, Any]  # fp32 codes (R, C) and scales (R, 1)
@@ -41,7 +41,7 @@ def entropy_bytes(codes: Any) -> float:
 
 @dataclass
 class Option:
-    """One way to store a matrix: `size` is an estimate in bytes, `error` the summed squared (weighted) error."""
+    """One way to store a matrix: `size` is an estimate in bytes, `error` the summed squared error."""
 
     label: str
     size: float
@@ -57,7 +57,6 @@ class Matrix:
     weight: Any
     codes: Any
     scale: Any
-    hessian: Any = None
     compressed: int = 0
     options: list[Option] = field(default_factory=list)
 
@@ -87,9 +86,7 @@ class Matrix:
         return max(entropy_bytes(recipe().quantize_int6_rows(self.weight * factor)[0]), 1.0)
 
     def error(self, codes: Any, scale: Any) -> float:
-        """Summed squared error, or the trace of E H E^T with a Hessian."""
-        e = self.weight - codes * scale
-        return float((e.square() if self.hessian is None else (e @ self.hessian) * e).sum())
+        return float((self.weight - codes * scale).square().sum())
 
     def estimate(self, codes: Any) -> float:
         """Compressed bytes of other codes: their entropy times what the compressor made of the present ones."""
@@ -98,7 +95,7 @@ class Matrix:
     def add_options(self, grow: bool) -> None:
         """What can be done with an int6 matrix, in the fixed order of the remedies; the first is to leave it."""
         plain = present = self.error(self.codes, self.scale)
-        if self.meta.get("method") == "gptq" and self.hessian is None:
+        if self.meta.get("method") == "gptq":
             present = GPTQ_SHARE * self.error(*self.with_levels(INT6))
         self.options = [Option("as it is", self.compressed, present, lambda: (self.codes, self.scale))]
         for sigmas in CLIP_SIGMAS:
@@ -140,7 +137,7 @@ class Model:
         meta |= {name: {**meta[name], "method": "clip_search"} for name in changed}
         return recipe().pack_artifact(recipe().Quantized(tensors, meta, [], [], []), self.compressor)
 
-def read_weights(path: Path, hessians: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Stored tensors, meta, and the weights that they stand for: a checkpoint's own, coded as the recipe does it."""
     import torch
 
@@ -150,7 +147,7 @@ def read_weights(path: Path, hessians: dict[str, Any]) -> tuple[dict[str, Any], 
     try:
         if zipfile.is_zipfile(path):
             state = torch.load(path, map_location="cpu", weights_only=True)
-            done = tg.quantize_state(state, hessians, tg.Hyperparameters())
+            done = tg.quantize_state(state, {}, tg.Hyperparameters())
             return done.tensors, done.meta, state
         tensors, meta = tg.unpack_artifact(path.read_bytes())
         return tensors, meta, {name: tensors[f"{name}.q"].float() * tensors[f"{name}.scale"].float()[:, None]
@@ -159,14 +156,13 @@ def read_weights(path: Path, hessians: dict[str, Any]) -> tuple[dict[str, Any], 
         raise ValueError(f"{path} is neither a state dict nor an artifact of w and m ({error!r:.200}); "
                          "give final_model.pt or the .ptz") from None
 
-def load_model(path: Path, weights: Path | None, hessians: Path | None, compressor: str, jobs: int) -> Model:
+def load_model(path: Path, weights: Path | None, compressor: str, jobs: int) -> Model:
     """Reads, codes what is not coded yet, and compresses every matrix by itself for its real size."""
     import torch
 
-    extra = torch.load(hessians, map_location="cpu", weights_only=True) if hessians else {}
-    tensors, meta, exact = read_weights(path, extra)
+    tensors, meta, exact = read_weights(path)
     if weights:
-        exact = read_weights(weights, {})[2]
+        exact = read_weights(weights)[2]
     if set(exact) != set(meta):
         raise ValueError(f"{weights} and {path} hold different tensors: {sorted(set(exact) ^ set(meta))[:3]}; "
                          "give both of one run")
@@ -175,8 +171,7 @@ def load_model(path: Path, weights: Path | None, hessians: Path | None, compress
     for name in (name for name, kind in meta.items() if isinstance(kind, dict)):
         codes, scale, weight = (t.to(device).float() for t in (tensors[f"{name}.q"], tensors[f"{name}.scale"],
                                                                 exact[name]))
-        matrices[name] = Matrix(name, meta[name], weight, codes, scale[:, None],
-                                extra[name].to(device).float() if name in extra else None)
+        matrices[name] = Matrix(name, meta[name], weight, codes, scale[:, None])
     model, tg = Model(tensors, meta, matrices, compressor), recipe()
     with ThreadPoolExecutor(jobs) as pool:  # both compressors let go of the interpreter
         stored = (tg.byte_shuffle(tensors[f"{name}.q"].char().numpy().tobytes()) for name in matrices)
@@ -315,7 +310,7 @@ def run(args: argparse.Namespace) -> int:
         log = read_log(args.log)
         wd = wd or float(log.settings.get("muon_wd", 0))
         code = code if code is not None else log.code_bytes
-    model = load_model(args.checkpoint, args.weights, args.hessians, args.compressor, args.jobs)
+    model = load_model(args.checkpoint, args.weights, args.compressor, args.jobs)
     line = size_line(model)
     report = {"artifact_bytes": round(model.total), "code_bytes": code or 0, "groups": group_table(model), "line": line,
               "matrices": [{"name": m.name, "type": m.meta["type"], "rms": m.rms, "ratio": m.ratio}
@@ -364,7 +359,6 @@ def add_parser(subparsers: Any) -> None:
     parser = add_command(subparsers, "fit", run, "show where an artifact's bytes are and make it fit a target")
     parser.add_argument("checkpoint", type=Path, help="final_model.pt, or an artifact, whose codes stay where they can")
     parser.add_argument("--weights", type=Path, help="the artifact's final_model.pt: exact errors, better codes")
-    parser.add_argument("--hessians", type=Path, help="torch.save of {weight name: matrix}, to weight the errors")
     parser.add_argument("--log", type=Path, help="log of the run: code bytes and weight decay")
     parser.add_argument("--code-bytes", type=int, help="bytes of the script (default: the log's, or 0)")
     parser.add_argument("--muon-wd", type=float, help="weight decay of the run (default: the log's)")

@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory):
 
 
 def test_codes_of_a_checkpoint_are_those_of_the_recipe(checkpoint):
-    model = fit.load_model(checkpoint, None, None, "lzma", 2)
+    model = fit.load_model(checkpoint, None, "lzma", 2)
     kinds = {m.meta["type"] for m in model.matrices.values()}
     assert kinds == {"int6", "int8"}
     for m in model.matrices.values():
@@ -51,14 +51,14 @@ def test_codes_of_a_checkpoint_are_those_of_the_recipe(checkpoint):
 
 def test_artifact_is_read_and_repacked_as_it_was():
     path = GOLDEN / "artifact.int6.ptz"
-    model = fit.load_model(path, None, None, "lzma", 2)
+    model = fit.load_model(path, None, "lzma", 2)
     tensors, meta = tg.unpack_artifact(model.pack({n: (m.codes, m.scale) for n, m in model.matrices.items()}))
     before, meta_before = tg.unpack_artifact(path.read_bytes())
     assert meta == meta_before and list(tensors) == list(before)
     assert all(torch.equal(tensors[name], before[name]) for name in before)
     assert model.total == path.stat().st_size
     expected = golden_tensors("artifact_dequantized.npz")
-    for name, value in fit.read_weights(path, {})[2].items():
+    for name, value in fit.read_weights(path)[2].items():
         tolerance = 4e-3 if name == "tok_emb.weight" else 0  # bf16 there
         torch.testing.assert_close(value.float(), expected[name], rtol=tolerance, atol=0)
 
@@ -93,7 +93,7 @@ def test_line_over_rms_is_found(checkpoint):
              for i in range(6)}
     path = checkpoint.with_name("gaussian.pt")
     torch.save(state, path)
-    model = fit.load_model(path, None, None, "brotli", 2)
+    model = fit.load_model(path, None, "brotli", 2)
     line = fit.size_line(model)
     assert line["r2"] > 0.95 and line["slope"] > 0 and line["matrices"] == 6
     sizes = {row["change"]: row["bytes"] for row in fit.predictions(model, 0.1)}
@@ -108,17 +108,17 @@ def test_line_over_rms_is_found(checkpoint):
 def test_weight_decay_moves_the_size_of_codes_that_no_row_search_made(tmp_path):
     generator = torch.Generator().manual_seed(0)
     torch.save({"blocks.0.mlp.fc.weight": torch.randn(256, 300, generator=generator) * 0.1}, tmp_path / "a.pt")
-    plain = fit.load_model(tmp_path / "a.pt", None, None, "lzma", 1)
+    plain = fit.load_model(tmp_path / "a.pt", None, "lzma", 1)
     noisy = {m.name: (m.codes + torch.randint(-3, 4, m.codes.shape, generator=generator), m.scale) for m in plain.int6}
     (tmp_path / "a.ptz").write_bytes(plain.pack(noisy))
-    model = fit.load_model(tmp_path / "a.ptz", tmp_path / "a.pt", None, "lzma", 1)
+    model = fit.load_model(tmp_path / "a.ptz", tmp_path / "a.pt", "lzma", 1)
     sizes = {row["change"]: row["bytes"] for row in fit.predictions(model, 0.1)}
     assert plain.total < sizes["as it is"] == model.total < sizes["weight decay 0.085 instead of 0.1"]
     assert sizes["weight decay 0.12 instead of 0.1"] < sizes["as it is"]
 
 
 def test_fitted_artifact_is_scored_by_the_script(checkpoint, tmp_path):
-    present = len(fit.load_model(checkpoint, None, None, "lzma", 2).pack({}))
+    present = len(fit.load_model(checkpoint, None, "lzma", 2).pack({}))
     target, out = int(0.85 * present) + 1000, tmp_path / "fitted.ptz"
     limit = ("--target-bytes", target, "--code-bytes", 1000, "--compressor", "lzma")
     result = golf(checkpoint, *limit, "-o", out, "--plot", tmp_path / "p.png", "--json")
@@ -140,7 +140,7 @@ def test_growing_spends_the_target_on_smaller_errors(tmp_path):
     torch.save({"blocks.0.mlp.fc.weight": torch.randn(256, 300, generator=generator) * 0.1}, tmp_path / "a.pt")
     results = {}
     for grow in (False, True):
-        model = fit.load_model(tmp_path / "a.pt", None, None, "lzma", 2)
+        model = fit.load_model(tmp_path / "a.pt", None, "lzma", 2)
         model.matrices["blocks.0.mlp.fc.weight"].add_options(grow)
         results[grow] = fit.fit_artifact(model, round(1.2 * model.total), grow)
     assert fit.fit_artifact(model, round(1.2 * model.total), True) == results[True]  # the same each time
@@ -151,7 +151,7 @@ def test_growing_spends_the_target_on_smaller_errors(tmp_path):
 
 def test_changed_matrices_lose_their_gptq_and_the_rest_stay(tmp_path):
     path = GOLDEN / "artifact.int6.ptz"
-    model = fit.load_model(path, None, None, "lzma", 2)
+    model = fit.load_model(path, None, "lzma", 2)
     name = model.int6[0].name
     before, meta = dict(model.meta), tg.unpack_artifact(model.pack({}, [name]))[1]
     assert meta.pop(name) == {"type": "int6", "method": "clip_search"}
