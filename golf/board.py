@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from golf.cli import add_command, print_json, print_table, shown, write_file
+from golf.cli import add_command, markdown, print_json, print_table, shown, write_file
 from golf.records import ABSURD, RECORD_MARGIN_NATS, RECORDS, TRACKS, read_record, track_name
 
 BEGIN, END = "<!-- board: made by `python -m golf board`, do not edit -->", "<!-- board: end -->"
@@ -60,10 +60,6 @@ def board(rows: dict[str, list[dict[str, Any]]], published: dict[str, Any]) -> s
                   f"#{row['pull_request']}" if row["pull_request"] else "-"] for row in theirs]
         lines += [f"#### {track}", "", *markdown(("bpb", "name", "date", "pull request"), table), ""] if table else []
     return "\n".join(lines).encode("ascii", "xmlcharrefreplace").decode("ascii")
-
-def markdown(head: tuple[str, ...], rows: list[list[Any]]) -> list[str]:
-    lines = [head, ["-"] * len(head), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
-    return [f"| {' | '.join(line)} |" for line in lines]
 
 def run(args: argparse.Namespace) -> int:
     """0 when the tables are, or were made, up to date; 1 with --check when they are not."""

@@ -65,6 +65,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
     for row in (list(columns), *cells):
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 
+def markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """The lines of a Markdown table."""
+    lines = [head, ["-"] * len(head), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
 def check_output(path: Path, force: bool) -> None:
     """Raises ValueError before any work is done when `path` is there and may not be replaced."""
     if path.exists() and not force:

@@ -15,7 +15,7 @@ from typing import Any
 
 from golf import scripts
 from golf.check import check_folder, show
-from golf.cli import add_command, print_json, shown, write_file
+from golf.cli import add_command, markdown, print_json, shown, write_file
 from golf.logs import Log, final
 from golf.records import (
     FOLDER_NAME,
@@ -127,8 +127,7 @@ def seed_table(logs: list[Log]) -> list[str]:
             scores = [log.evaluations[name][1] if name in log.evaluations else None for name in ("pre_quant", "int6")]
             row += [*(shown(score, ".8f") for score in scores), log.model_bytes, log.total_bytes]
         rows.append(row)
-    head = (RUN + ARTIFACT)[:max(map(len, rows))]
-    return [f"| {' | '.join(map(str, row))} |" for row in (head, ["-"] * len(head), *rows)]
+    return markdown((RUN + ARTIFACT)[:max(map(len, rows))], rows)
 
 def run_commands(logs: list[Log]) -> list[str]:
     """A loop over the seeds, with each setting that is not the shipped script's default; homes are written ~."""
@@ -149,11 +148,8 @@ def changed_settings(log: Log, parent: Path) -> list[str]:
     rows = [(name, base.get(name, "(new)"), value) for name, value in sorted(log.settings.items())
             if name not in apart and not (name in base and scripts.same_setting(value, base[name]))]
     rows += [(name, base[name], "(gone)") for name in sorted(set(base) - set(log.settings)) if log.settings]
-    lines = [f"| {a} | {cell(b)} | {cell(c)} |" for a, b, c in rows]
-    return ["| setting | parent | here |", "|-|-|-|", *lines] if rows else ["None."]
-
-def cell(text: str) -> str:
-    return re.sub(r"\s+", " ", text).replace("|", "\\|") or "(empty)"
+    cells = [[re.sub(r"\s+", " ", text) or "(empty)" for text in row] for row in rows]
+    return markdown(("setting", "parent", "here"), cells) if rows else ["None."]
 
 # -- command -----------------------------------------------------------------------------------------------------------
 
