@@ -9,7 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from golf import cli as golf_cli
-from golf.cli import print_json, print_table
+from golf.cli import print_json, print_table, write_file
+from golf.plots import saved
 from research.decide import pooled_noise
 from research.loop import Loop, opened
 from research.repo import find_root
@@ -69,16 +70,15 @@ def idle(rows: list[Row]) -> int:  # experiments since the last keep
 def plot(rows: list[Row], root: Path) -> str | None:
     """Writes progress.png: every score, the kept ones named, and the running best. None without scores."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         print("progress.png needs matplotlib; pip install matplotlib", file=sys.stderr)
         return None
     kept = [(i, row) for i, row in enumerate(rows) if row.status == "keep"]
     if not kept:
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots(figsize=(16, 8))
+    figure, path = Figure(figsize=(16, 8)), root / "progress.png"
+    axes = figure.subplots()
     axes.plot([row.val_bpb if row.status == "discard" else None for row in rows], ".", color="0.7", label="discarded")
     best = [row.val_bpb for _, row in kept]
     axes.step([*(i for i, _ in kept), len(rows) - 1], [*best, best[-1]], "o-", where="post", color="tab:green",
@@ -90,9 +90,8 @@ def plot(rows: list[Row], root: Path) -> str | None:
     axes.set(xlabel="experiment", ylabel="val_bpb", title=f"{len(rows)} experiments, {len(kept)} kept",
              ylim=(min(best) - 0.1 * span, max(best) + 0.6 * span))  # one failed idea must not flatten the rest
     axes.legend()
-    figure.savefig(root / "progress.png", dpi=100, bbox_inches="tight")
-    pyplot.close(figure)
-    return str(root / "progress.png")
+    write_file(path, saved(figure, dpi=100, bbox_inches="tight", format="png"))
+    return str(path)
 
 def promote_command(args: argparse.Namespace) -> int:
     """Runs the kept script until it has enough seeds, then `golf new`, which checks the folder."""
