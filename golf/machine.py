@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -74,12 +73,13 @@ def check_gpu() -> Iterator[Finding]:
     """Driver, GPUs and NCCL."""
     import torch
 
-    driver = gpu_driver()
-    yield Finding("NVIDIA driver", f"{driver or 'none found'}; PyTorch is built for CUDA {torch.version.cuda or '-'}")
+    drivers = trial.nvidia_smi("driver_version")
+    driver = "none found" if drivers is None else next(iter(drivers), "nvidia-smi failed")
+    yield Finding("NVIDIA driver", f"{driver}; PyTorch is built for CUDA {torch.version.cuda or '-'}")
     if not torch.cuda.is_available():
-        yield judged("GPU", "none that PyTorch can use", False, *(
-            ("install the PyTorch build for this driver's CUDA version", "fail") if driver else
-            ("runs on the CPU are for trying out only", "warn")))
+        verdict = (("warn", "runs on the CPU are for trying out only") if drivers is None else
+                   ("fail", "install the PyTorch build for this driver's CUDA version"))
+        yield Finding("GPU", "none that PyTorch can use", *verdict)
         return
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     free, total = torch.cuda.mem_get_info(0)
@@ -89,13 +89,6 @@ def check_gpu() -> Iterator[Finding]:
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     yield judged("NCCL", ".".join(map(str, torch.cuda.nccl.version())) if nccl else "not in this PyTorch",
                  nccl or len(names) == 1, "install a PyTorch build with NCCL", "fail")
-
-def gpu_driver() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
-                          text=True, check=False, timeout=60)
-    return done.stdout.split("\n")[0].strip() if done.returncode == 0 and done.stdout.strip() else "nvidia-smi failed"
 
 def check_attention(hp: Any) -> Finding:
     """The first backend that computes a forward and a backward pass here, and why not the ones before it."""

@@ -1,10 +1,11 @@
-"""Short runs of a training script: the recipe itself, tiny data, settings, a subprocess with a time limit."""
+"""Short runs of a training script: the recipe itself, tiny data, settings, the GPUs, a command with a time limit."""
 from __future__ import annotations
 
 import contextlib
 import importlib
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,14 @@ def recipe(name: str = "train_gpt") -> Any:
         return importlib.import_module(name)
     finally:
         sys.path.pop(0)
+
+def nvidia_smi(query: str) -> list[str] | None:
+    """The answer for each GPU; empty when nvidia-smi fails, None where it is missing."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    done = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True,
+                          text=True, check=False, timeout=60)
+    return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
 
 def run_limited(command: Sequence[str], folder: Path, environment: Mapping[str, str],
                 seconds: float) -> tuple[int, str]:

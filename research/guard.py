@@ -6,12 +6,12 @@ import hashlib
 import os
 import platform
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+
+from golf.trial import nvidia_smi
 
 # Names of definitions that compute, count, time or print the score, or read its data or the seed.
 FROZEN = re.compile("(?i)eval|valid|bpb|score|byte_?table|tokenizer|sliding|report|sidecar|summar|size_cap|manifest|"
@@ -65,13 +65,10 @@ def data_problem(old: dict[str, str], root: Path) -> str:
 def hardware(gpu: str | None) -> str:
     """Such as `1 x NVIDIA H200, torch 2.11.0`: scores compare only when it is the same."""
     machine = f"{os.cpu_count()} cores {platform.machine()}"
-    if shutil.which("nvidia-smi"):
-        done = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True,
-                              text=True, check=False, timeout=60)
-        names = done.stdout.splitlines() if done.returncode == 0 else []
+    if names := nvidia_smi("name"):
         visible = gpu if gpu is not None else os.environ.get("CUDA_VISIBLE_DEVICES")
         count = len(names) if visible is None else len([number for number in visible.split(",") if number])
-        machine = f"{count} x {names[0].strip()}" if names and count else machine
+        machine = f"{count} x {names[0]}" if count else machine
     try:
         return f"{machine}, torch {metadata.version('torch')}"
     except metadata.PackageNotFoundError:
