@@ -12,15 +12,13 @@ from golf.records import ABSURD, RECORD_MARGIN_NATS, RECORDS, TRACKS, read_recor
 BEGIN, END = "<!-- board: made by `python -m golf board`, do not edit -->", "<!-- board: end -->"
 
 def entries(folder: Path, published: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One track's own entries, best first, with rank and status. Raises ValueError for an unreadable one."""
+    """A track's own entries, best first, with rank and status. Raises ValueError for an unreadable one."""
     found = [entry(path.parent) for path in sorted(folder.glob("*/submission.json"))]
     found.sort(key=lambda row: (round(row["val_bpb"], 4), row["date"], row["folder"]))
-    track = track_name(folder.name)
-    rivals = [*found, *(row for row in published if track_name(row["track"]) == track)]
     for place, row in enumerate(found):
         tie = place > 0 and round(found[place - 1]["val_bpb"], 4) == round(row["val_bpb"], 4)
         row["rank"] = found[place - 1]["rank"] if tie else f"{place + 1}"
-        record = track != "non_record_16mb" and is_record(row, rivals)
+        record = folder.name != "track_non_record_16mb" and is_record(row, found, published)
         row["status"] = ("record" if record else "non-record") + (", tie" if tie else "")
     return found
 
@@ -36,14 +34,14 @@ def entry(folder: Path) -> dict[str, Any]:
             "name": str(values.get("name", folder.name)), "author": str(values.get("author", "?")),
             "date": str(values.get("date", ""))[:10], "seeds": len(record.seeds), "bytes": values.get("bytes_total")}
 
-def is_record(row: dict[str, Any], rivals: list[dict[str, Any]]) -> bool:
-    """Whether it beat all of its track that are older by the margin, which is in nats; p is not judged."""
+def is_record(row: dict[str, Any], own: list[dict[str, Any]], published: list[dict[str, Any]]) -> bool:
+    """Whether it beat all that are older by the margin, which is in nats; p is not judged."""
     margin = RECORD_MARGIN_NATS * row["val_bpb"] / row["val_loss"] if row["val_loss"] else 0.0
-    older = [rival["val_bpb"] for rival in rivals if rival is not row and (rival["date"] or "") <= row["date"]
-             and ("folder" not in rival or (rival["date"], rival["val_bpb"]) < (row["date"], row["val_bpb"]))]
-    return all(row["val_bpb"] <= best - margin for best in older)
+    older = [rival for rival in published if (rival["date"] or "") <= row["date"]]
+    older += [rival for rival in own if (rival["date"], rival["val_bpb"]) < (row["date"], row["val_bpb"])]
+    return all(row["val_bpb"] <= rival["val_bpb"] - margin for rival in older)
 
-def board(rows: dict[str, list[dict[str, Any]]], published: dict[str, Any]) -> str:
+def board(rows: dict[str, list[dict[str, Any]]], published: dict[str, list[dict[str, Any]]], source: str) -> str:
     """The Markdown of all tables, in ASCII."""
     lines = []
     for track, found in rows.items():
@@ -52,10 +50,9 @@ def board(rows: dict[str, list[dict[str, Any]]], published: dict[str, Any]) -> s
                   row["bytes"] or "-", row["status"]] for row in found]
         head = ("rank", "bpb", "std", "name", "author", "date", "seeds", "bytes", "status")
         lines += [f"### {track}", "", *(markdown(head, table) if table else ["No entries yet."]), ""]
-    lines += ["### Published results of others", "", f"Source: {published['source']}. Quoted, not checked.", ""]
-    for track in TRACKS:
-        theirs = sorted((row for row in published["rows"] if track_name(row["track"]) == track),
-                        key=lambda row: (row["val_bpb"], row["name"]))
+    lines += ["### Published results of others", "", f"Source: {source}. Quoted, not checked.", ""]
+    for track, theirs in published.items():
+        theirs = sorted(theirs, key=lambda row: (row["val_bpb"], row["name"]))
         table = [[f"{row['val_bpb']:.4f}", row["name"], row["date"] or "-",
                   f"#{row['pull_request']}" if row["pull_request"] else "-"] for row in theirs]
         lines += [f"#### {track}", "", *markdown(("bpb", "name", "date", "pull request"), table), ""] if table else []
@@ -64,14 +61,15 @@ def board(rows: dict[str, list[dict[str, Any]]], published: dict[str, Any]) -> s
 def run(args: argparse.Namespace) -> int:
     """0 when the tables are, or were made, up to date; 1 with --check when they are not."""
     path = args.records / "README.md"
-    published = json.loads((args.records / "published.json").read_text(encoding="utf-8"))
-    rows = {track: entries(args.records / f"track_{track}", published["rows"]) for track in TRACKS}
+    others = json.loads((args.records / "published.json").read_text(encoding="utf-8"))
+    published = {track: [row for row in others["rows"] if track_name(row["track"]) == track] for track in TRACKS}
+    rows = {track: entries(args.records / f"track_{track}", published[track]) for track in TRACKS}
     old = path.read_text(encoding="utf-8")
     before, begin, rest = old.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{path}: the tables belong between the lines '{BEGIN}' and '{END}'; put them back")
-    new = f"{before}{BEGIN}\n{board(rows, published)}{END}{after}"
+    new = f"{before}{BEGIN}\n{board(rows, published, others['source'])}{END}{after}"
     if new != old and not args.check:
         write_file(path, new)
     if args.json:
