@@ -81,11 +81,10 @@ def variants(record: Record) -> Iterator[str]:
 def size(record: Record, log: Log) -> Verdict:
     if not record.has_artifact:
         return None
-    code, extra = record.script_bytes, sum(record.helpers.values())
-    total = code + extra + (log.model_bytes or 0)
     if log.model_bytes is None:
         return "no model size in a line 'Serialized model int6+brotli: N bytes'"
-    parts = f"{code:,} script + {extra:,} other files + {log.model_bytes:,} model"
+    code, total = record.script_bytes, record.code_bytes + log.model_bytes
+    parts = f"{code:,} script + {record.code_bytes - code:,} other files + {log.model_bytes:,} model"
     return total > SIZE_CAP_BYTES and f"{parts} = {total:,}, {total - SIZE_CAP_BYTES:,} over"
 
 def code_bytes(record: Record) -> Iterator[str]:
