@@ -258,13 +258,11 @@ def check_record(record: dict[str, Any]) -> None:
             raise ValueError(f"{name} must be a number, is {str(record.get(name))[:40]!a}")
 
 def apply_records(log: Log, by_kind: dict[str, list[dict[str, Any]]]) -> None:
-    if steps := by_kind.get("step"):
-        log.steps = [(r["step"], r["train_loss"], r["train_seconds"], r["tokens_per_second"]) for r in steps]
-        log.lr_factors = {r["step"]: r["lr_factor"] for r in steps if "lr_factor" in r}
-    if validations := by_kind.get("validation"):
-        log.validations = [(r["step"], r["val_loss"], r["val_bpb"]) for r in validations]
-    for r in by_kind.get("evaluation", []):
-        log.evaluations[r["name"]] = (r["val_loss"], r["val_bpb"], r["eval_seconds"])
+    steps, validations, evaluations = (
+        [tuple(r[name] for name in names) for r in by_kind.get(kind, [])] for kind, names in NUMBERS_OF.items())
+    log.steps, log.validations = steps or log.steps, validations or log.validations
+    log.lr_factors = {r["step"]: r["lr_factor"] for r in by_kind.get("step", []) if "lr_factor" in r}
+    log.evaluations |= zip((r["name"] for r in by_kind.get("evaluation", [])), evaluations)
     for r in by_kind.get("summary", []):
         take_summary(log, r)
 
