@@ -151,7 +151,7 @@ def mean_line(rows: list[dict[str, Any]]) -> str:
     if len(values) < 2:
         return f"final bpb {values[0]:.5f}" if values else "no run has a final score"
     mean, deviation = mean_std(values)
-    return f"final bpb {mean:.5f}, standard deviation {deviation:.5f}, {len(values)} runs"
+    return f"final bpb {mean:.5f}, standard deviation {shown(deviation, '.5f')}, {len(values)} runs"
 
 def cell(name: str, value: Any) -> str:
     """A number in the format of its column."""

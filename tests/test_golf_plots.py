@@ -129,6 +129,13 @@ def test_unfinished_run_is_drawn_too(tmp_path):
     assert main(["report", str(path), "-o", str(tmp_path / "a.html")]) == 0
 
 
+def test_a_run_whose_score_is_not_finite_is_drawn_too(logs, tmp_path, capsys):
+    path = write_log(tmp_path, 42)
+    path.write_text(re.sub(r"(sliding_window val_loss:4.0 val_bpb:)\S+", r"\1nan", path.read_text()))
+    assert main(["plot", str(path), str(logs[1]), "-o", str(tmp_path / "a.png")]) == 0
+    assert "final bpb nan, standard deviation -, 2 runs" in capsys.readouterr().out
+
+
 def test_file_that_is_no_log_is_one_clear_message(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("nothing\n", encoding="utf-8")
     for name in ("a.txt", "missing.txt"):
