@@ -167,8 +167,9 @@ def read_body(log: Log, text: str) -> bool:
             read_fact(log, line)
     log.summary = dict(line.split(": ", 1) for line in summary.split("\n") if re.match(r"\w+: ", line))
     try:
-        take_summary(log, {name: SUMMARY_NUMBERS[name](text) for name, text in log.summary.items()
-                           if name in SUMMARY_NUMBERS})
+        numbers = {name: kind(log.summary[name]) for name, kind in SUMMARY_NUMBERS.items() if name in log.summary}
+        check_record({"type": "summary", **numbers})
+        take_summary(log, numbers)
     except ValueError as error:
         raise ValueError(f"{log.path}: a line of the summary must be a number: {error}") from None
     if "valid" in log.summary:

@@ -126,6 +126,7 @@ def test_warnings_are_kept(tmp_path):
     ("hello\nworld\n", ":1: no step"),
     (gh.log_text(42, 2.5)[:600], "cut short"),
     ("0/5 val_loss: 1.0 val_bpb: 1.0\n---\nsteps: many\n", "must be a number: .*'many'"),
+    (f"0/5 val_loss: 1.0 val_bpb: 1.0\n---\nsteps: {'9' * 400}\n", "must be a number: .*'999"),
 ])
 def test_no_log_is_a_clear_error(tmp_path, text, part):
     path = write(tmp_path, text)
