@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from golf import trial
+from golf import scripts, trial
 from golf.cli import add_command, check_output, print_json, print_table, write_file
 from golf.logs import read_log
+from golf.scripts import ALPHABET, unpack_source
 
 # The shipped file: the hash of the readable source; a number whose digits are the ASCII characters that may stand in a
 # literal as they are; its decoder. `__file__` stays the shipped file, whose bytes count; linecache gives tracebacks,
@@ -30,7 +31,6 @@ f="<{name}>"
 l.cache[f]=len(s),None,s.splitlines(1),f
 exec(compile(s,f,"exec"))
 """
-ALPHABET = bytes(c for c in range(1, 128) if c not in b'\n\r\x1b"\\')  # ESC would reach a terminal that shows the file
 RAW_LZMA = ",3,None,[{\"id\":33}]"  # FORMAT_RAW, FILTER_LZMA2: no header, no checksum
 # Decorators that never look at annotations or names of parameters; any other one (custom operators, jit) may.
 PLAIN_DECORATORS = {"property", "staticmethod", "classmethod", "contextmanager", "no_grad", "inference_mode", "setter",
@@ -76,8 +76,7 @@ class Stripper(ast.NodeTransformer):
         return node
 
 def last_name(node: ast.expr) -> str:
-    node = node.func if isinstance(node, ast.Call) else node
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return scripts.dotted(node.func if isinstance(node, ast.Call) else node).split(".")[-1]
 
 def shrink_source(source: str, rename_globals: bool = False) -> str:
     """The same program in fewer characters. Raises ValueError for text that is no Python.
@@ -139,52 +138,9 @@ def pack_source(source: bytes, name: str, codec: str = "auto",
     return packed[best], {"bytes_before": len(source), "bytes_minified": len(small), "bytes_after": len(packed[best]),
                           "codec": best, "source_sha256": digest}
 
-MOST_TEXT = 200_000  # digits of one number, which takes a time of their square
-MOST_SOURCE_BYTES = 2**20  # of an unpacked script: a small file can hold one of gigabytes
-
-def expand(coder: Any, data: bytes) -> bytes:
-    """All that a decompressor of lzma, bz2 or zlib makes of `data`. Raises ValueError when cut short or too long."""
-    source = coder.decompress(data, MOST_SOURCE_BYTES)
-    if not coder.eof:
-        raise ValueError(f"cut short, or over {MOST_SOURCE_BYTES} bytes")
-    return source
-
-def expand_lzma(data: bytes) -> bytes:
-    return expand(lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_LZMA2}]), data)
-
-def expand_brotli(data: bytes) -> bytes:
-    import brotli
-
-    coder, source = brotli.Decompressor(), b""
-    for at in range(0, len(data), 64):  # few bytes at a time, since old versions put no limit on what they give
-        source += coder.process(data[at:at + 64])
-        if len(source) > MOST_SOURCE_BYTES:
-            raise ValueError(f"over {MOST_SOURCE_BYTES} bytes")
-    if not coder.is_finished():
-        raise ValueError("cut short")
-    return source
-
-def unpack_source(packed: str) -> str:
-    """The minified source inside a packed script, read without running it. Raises ValueError for any other file."""
-    try:
-        body = ast.parse(packed).body
-        module, text = body[0].names[0].name, body[2].iter.value
-        length = body[3].value.func.value.args[0].args[0].value
-        if not len(text) >= length or len(text) > MOST_TEXT:
-            raise ValueError(f"{len(text)} characters for {length} bytes")
-        number = 0
-        for digit in text:
-            number = number * len(ALPHABET) + ALPHABET.index(digit)
-        data = number.to_bytes(length, "big")
-        return {"lzma": expand_lzma, "brotli": expand_brotli}[module](data).decode("utf-8")
-    except Exception as error:  # noqa: BLE001 - a foreign or damaged file fails in many ways, which mean the same
-        raise ValueError(f"not a script that `pack` wrote ({error!r}); give the packed file") from None
-
 def lost_pythons(source: str, packed: str) -> list[str]:
     """Versions that compile the source but not what is packed: newer Pythons may write syntax of their own."""
-    from golf.scripts import compile_everywhere
-
-    before, after = compile_everywhere(source), compile_everywhere(unpack_source(packed))
+    before, after = scripts.compile_everywhere(source), scripts.compile_everywhere(unpack_source(packed))
     return [f"the packed code does not compile with Python {version} ({error}); pack with Python 3.11 or older"
             for version, error in after.items() if error and not before[version]]
 
@@ -194,11 +150,11 @@ def observe(script: Path, folder: Path, environment: Mapping[str, str], run: boo
     """What a script prints as its settings, logs as losses and writes as its artifact, in `folder`."""
     folder.mkdir()
     command = [sys.executable, str(script)]
-    status, output = trial.run_limited([*command, "--print-config"], folder, dict(environment), seconds)
+    status, output = trial.run_limited([*command, "--print-config"], folder, environment, seconds)
     seen: dict[str, Any] = {"settings status": status, "settings": output}
     if not run:
         return seen
-    status, output = trial.run_limited(command, folder, dict(environment), seconds)
+    status, output = trial.run_limited(command, folder, environment, seconds)
     logs = sorted(folder.glob("logs/*.txt"))
     seen |= {"exit status": status, "output": trial.last_lines(output)}
     if status == 0 and logs:

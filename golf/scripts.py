@@ -19,8 +19,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from golf.pack import expand, expand_brotli, expand_lzma, unpack_source
-
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 NOT_FOUND = "not found"
 IMPORT_TIMEOUT_SECONDS = 90
@@ -35,6 +33,51 @@ COMMON = ("torch", "numpy", "sentencepiece", "brotli", "tqdm", "huggingface_hub"
 COMPILE = "import sys; compile(sys.stdin.buffer.read(), 'train_gpt.py', 'exec', dont_inherit=True)"
 IMPORT = ("import importlib.util as u, sys; sys.path[0] = sys.argv[2]; s = u.spec_from_file_location('train_gpt', "
           "sys.argv[1]); m = u.module_from_spec(s); sys.modules['train_gpt'] = m; s.loader.exec_module(m)")
+
+# -- what packed scripts hold ------------------------------------------------------------------------------------------
+
+# Of the packed text; without ESC, which would reach a terminal that shows the file.
+ALPHABET = bytes(c for c in range(1, 128) if c not in b'\n\r\x1b"\\')
+MOST_TEXT = 200_000  # digits of one number, which takes a time of their square
+MOST_SOURCE_BYTES = 2**20  # of an unpacked script: a small file can hold one of gigabytes
+
+def expand(coder: Any, data: bytes) -> bytes:
+    """All that a decompressor of lzma, bz2 or zlib makes of `data`. Raises ValueError when cut short or too long."""
+    source = coder.decompress(data, MOST_SOURCE_BYTES)
+    if not coder.eof:
+        raise ValueError(f"cut short, or over {MOST_SOURCE_BYTES} bytes")
+    return source
+
+def expand_lzma(data: bytes) -> bytes:
+    return expand(lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_LZMA2}]), data)
+
+def expand_brotli(data: bytes) -> bytes:
+    import brotli
+
+    coder, source = brotli.Decompressor(), b""
+    for at in range(0, len(data), 64):  # few bytes at a time, since old versions put no limit on what they give
+        source += coder.process(data[at:at + 64])
+        if len(source) > MOST_SOURCE_BYTES:
+            raise ValueError(f"over {MOST_SOURCE_BYTES} bytes")
+    if not coder.is_finished():
+        raise ValueError("cut short")
+    return source
+
+def unpack_source(packed: str) -> str:
+    """The minified source inside a packed script, read without running it. Raises ValueError for any other file."""
+    try:
+        body = ast.parse(packed).body
+        module, text = body[0].names[0].name, body[2].iter.value
+        length = body[3].value.func.value.args[0].args[0].value
+        if not len(text) >= length or len(text) > MOST_TEXT:
+            raise ValueError(f"{len(text)} characters for {length} bytes")
+        number = 0
+        for digit in text:
+            number = number * len(ALPHABET) + ALPHABET.index(digit)
+        data = number.to_bytes(length, "big")
+        return {"lzma": expand_lzma, "brotli": expand_brotli}[module](data).decode("utf-8")
+    except Exception as error:  # noqa: BLE001 - a foreign or damaged file fails in many ways, which mean the same
+        raise ValueError(f"not a script that `pack` wrote ({error!r}); give the packed file") from None
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
