@@ -51,8 +51,9 @@ def draw_bpb(axes: Any, logs: list[Log], place: Place) -> None:
         end = place(log, log.steps_done or 0)
         for marker, name in zip("^s*D", SCORES):
             if name in log.evaluations and end is not None:
+                named = any(name in other.evaluations for other in logs[:i])
                 axes.plot(end, log.evaluations[name][1], f"C{i % 10}{marker}", ms=8, mfc="none",
-                          label=SCORES[name] if log is logs[0] else None)
+                          label=None if named else SCORES[name])
     axes.set(ylabel="validation bits per byte")
 
 def draw_speed(axes: Any, logs: list[Log], place: Place) -> None:

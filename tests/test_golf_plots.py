@@ -83,6 +83,13 @@ def test_final_scores_stand_at_the_end(logs):
     assert ends == [(20.0, 1.82), (20.0, 1.75042)]
 
 
+def test_a_kind_of_score_that_the_first_run_lacks_is_in_the_legend(logs, tmp_path):
+    first = write_log(tmp_path, 7)
+    first.write_text("\n".join(line for line in first.read_text().split("\n") if "sliding" not in line))
+    labels = drawn("Bits per byte against steps", [first, *logs]).get_legend_handles_labels()[1]
+    assert sorted(labels) == ["quantised", "seed 1337", "seed 42", "seed 7", "sliding"]
+
+
 def test_rate_needs_records_and_sizes_need_none(logs):
     assert [label for label, *_ in lines("Learning rate", logs)] == ["seed 42"]
     assert not plots.draw_panel(Figure().subplots(), "Learning rate", [read_log(logs[1])])
