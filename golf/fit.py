@@ -26,6 +26,7 @@ GROUPS = {"attention q": r"\.attn\.c_q", "attention k": r"\.attn\.c_k", "attenti
 CLIP_SIGMAS = (4.0, 3.5, 3.0, 2.5)
 FEWER_LEVELS = (29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7)
 MORE_LEVELS = (36, 42, 48, 55, 63, 79, 100, 127)
+TRIES = 7  # each compresses the whole artifact
 GPTQ_SHARE = 0.5  # GPTQ's loss as a share of plain rounding's; its squared error is larger, but no Hessian is at hand
 WD_EXPONENT = 0.5  # decoupled decay against updates of one size: RMS goes with decay ** -0.5
 
@@ -215,7 +216,7 @@ def choose(matrices: list[Matrix], budget: float, may_grow: bool) -> list[Option
             plan[i] = option
     return plan
 
-def fit_artifact(model: Model, target: int, grow: bool, tries: int = 7) -> tuple[bytes, dict[str, str], float] | None:
+def fit_artifact(model: Model, target: int, grow: bool) -> tuple[bytes, dict[str, str], float] | None:
     """(file, what was done to which matrix, summed error) of at most `target` bytes; None when that cannot be.
 
     Sizes are estimates until the whole is compressed; each miss corrects the estimate for the next try, with a margin
@@ -223,7 +224,7 @@ def fit_artifact(model: Model, target: int, grow: bool, tries: int = 7) -> tuple
     """
     best, correction = None, 0.0
     fixed = model.total - sum(m.compressed for m in model.int6)
-    for attempt in range(tries):
+    for attempt in range(TRIES):
         plan = choose(model.int6, target - fixed - correction, grow)
         if plan is None:
             break

@@ -106,8 +106,8 @@ def read_text(log: Path) -> str:
     """A log with progress bars' carriage returns as line ends, so that every line starts at column 0."""
     return log.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
 
-def last_lines(output: str, count: int = 6) -> str:
-    return "\n".join([line for line in output.splitlines() if line.strip()][-count:])
+def last_lines(output: str) -> str:
+    return "\n".join([line for line in output.splitlines() if line.strip()][-6:])
 
 def write_shard(path: Path, tokens: Any) -> None:
     """A numpy array of token ids as a shard."""

@@ -12,9 +12,9 @@ from research.store import FOLDER, RESULTS, State
 OWN = ("-c", "core.hooksPath=/dev/null", "-c", "commit.gpgSign=false", "-c", "gc.auto=0", "-c", "user.name=research",
        "-c", "user.email=research@localhost")
 
-def git(root: Path, *arguments: str, data: bytes | None = None) -> str:
+def git(root: Path, *arguments: str) -> str:
     """Standard output without its last line end. Raises ValueError with git's message."""
-    done = subprocess.run(["git", *OWN, *arguments], cwd=root, input=data, capture_output=True, check=False)
+    done = subprocess.run(["git", *OWN, *arguments], cwd=root, capture_output=True, check=False)
     if done.returncode:
         message = done.stderr.decode("utf-8", "replace").strip().replace("\n", "; ")
         raise ValueError(f"git {' '.join(arguments[:3])}: {message or f'exit status {done.returncode}'}")
