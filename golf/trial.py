@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from threading import Event
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MARK = "TRIAL_RUN"  # environment variable by which a run's processes are found, whatever session they are in
+MARK = "TRIAL_RUN"  # variables by which a run's processes are found: a number for each run around it follows
 GRACE_SECONDS = 10.0  # between TERM and KILL
 LOG_BYTES = 64 * 2**20  # more output than this ends a run: it would fill the disk
 # Small, yet with matrices of over 65,536 weights, so that Hessians, int6 and int8 all run. The user's settings win.
@@ -63,9 +64,10 @@ def run_process(command: Sequence[str], cwd: Path, environment: Mapping[str, str
     none that ignores TERM or left the process group (torchrun gives each worker a session of its own). Raises
     KeyboardInterrupt when `stop` is set, and ValueError when the command cannot be started."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    mark = f"{MARK}{sum(name.startswith(MARK) for name in environment)}"
     with log.open("wb") as output, stdin.open("rb") as given:
         try:
-            process = subprocess.Popen(command, cwd=cwd, env={**environment, MARK: f"{log.parent}/"}, stdin=given,
+            process = subprocess.Popen(command, cwd=cwd, env={**environment, mark: f"{log.parent}/"}, stdin=given,
                                        stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         except OSError as error:
             raise ValueError(f"{command[0]!r} cannot be started ({error.strerror}); correct the command") from None
@@ -83,10 +85,10 @@ def run_process(command: Sequence[str], cwd: Path, environment: Mapping[str, str
 
 def marked(folder: Path) -> list[int]:
     """Processes of the runs whose logs are in or below this folder. Needs Linux's /proc."""
-    found, value = [], f"\0{MARK}={folder}/".encode()
+    found, mark = [], re.compile(rf"\0{MARK}\d*={re.escape(str(folder))}/".encode())
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if value in b"\0" + (process / "environ").read_bytes():
+            if mark.search(b"\0" + (process / "environ").read_bytes()):
                 found.append(int(process.name))
     return found
 

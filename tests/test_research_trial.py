@@ -96,6 +96,17 @@ def test_what_a_finished_run_leaves_behind_is_ended_too(run, tmp_path):
     assert run(code) == 0 and marked(tmp_path / "run") == []
 
 
+def test_a_run_inside_a_run_ends_with_it(run, tmp_path):
+    """As when an agent calls `golf preflight` and takes too long."""
+    inner = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(__import__('os').getpid())); {CHILD}"
+    code = (f"import os, sys; sys.path.insert(0, {str(trial.ROOT)!r}); from golf import trial; "
+            f"trial.run_limited([sys.executable, '-S', '-c', {inner!r}], '/', os.environ, 60)")
+    assert run(code, limit=2.0) is None
+    state = subprocess.run(["ps", "-o", "stat=", "-p", (tmp_path / "pid").read_text()], capture_output=True, text=True,
+                           check=False).stdout
+    assert state.strip()[:1] in ("", "Z")
+
+
 def test_others_are_left_alone(run, tmp_path):
     other = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(30)"],
                              env={**os.environ, trial.MARK: f"{tmp_path}/run2/"})
