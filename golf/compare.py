@@ -67,11 +67,10 @@ def scores(logs: list[Log], b: list[Log], alike: bool) -> list[float]:
 def compare(a: list[Log], b: list[Log], margin: float, alpha: float) -> dict[str, Any]:
     stages, alike = {}, same_tokens(a, b)
     for name, stage in STAGES.items():
-        left, right = stage_means(a, stage), stage_means(b, stage)
-        for unit, ours, theirs in zip(("nats", "bpb"), left, right):
-            difference = ours - theirs if alike or unit == "bpb" else None
-            stages.setdefault(name, {}).update(
-                {f"a_{unit}": ours, f"b_{unit}": theirs, f"difference_{unit}": difference})
+        if (left := stage_means(a, stage)) and (right := stage_means(b, stage)):
+            stages[name] = {"a_nats": left[0], "b_nats": right[0],
+                            "difference_nats": left[0] - right[0] if alike else None,
+                            "a_bpb": left[1], "b_bpb": right[1], "difference_bpb": left[1] - right[1]}
     p, p_any_gain = (welch(scores(a, b, alike), scores(b, b, alike), m) for m in (margin, 0.0))
     return {"a": runs(a), "b": runs(b), "stages": stages, "margin_nats": margin, "alpha": alpha, "same_tokens": alike,
             "p": p, "p_any_gain": p_any_gain, "beats": p is not None and p < alpha}
