@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -267,11 +268,9 @@ def size_line(model: Model) -> dict[str, Any] | None:
 def predictions(model: Model, wd: float) -> list[dict[str, Any]]:
     """Total bytes when all int6 matrices are clipped, coarser or finer, or trained with another weight decay."""
     changes: dict[str, Callable[[Matrix], Coded]] = {"as it is": lambda m: (m.codes, m.scale)}
+    changes |= {f"clip at {k:g} sigma": methodcaller("clipped", k) for k in CLIP_SIGMAS}
+    changes |= {f"{bits} bits": methodcaller("with_levels", 2 ** (bits - 1) - 1) for bits in (4, 5, 7, 8)}
     rows = []
-    for sigmas in CLIP_SIGMAS:
-        changes[f"clip at {sigmas:g} sigma"] = lambda m, k=sigmas: m.clipped(k)
-    for bits in (4, 5, 7, 8):
-        changes[f"{bits} bits"] = lambda m, levels=2 ** (bits - 1) - 1: m.with_levels(levels)
     for change, coded in changes.items():
         pairs = [(m, *coded(m)) for m in model.int6]
         size = model.total + sum(m.estimate(codes) - m.compressed for m, codes, _ in pairs)
