@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import re
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from golf import records, scripts
 from golf.cli import add_command, print_json, print_table
-from golf.logs import Log, final
+from golf.logs import Log, final, unfinished
 from golf.records import (
     ABSURD,
     FOLDER_NAME,
@@ -30,6 +31,7 @@ from golf.records import (
 
 SEVERITIES = ("error", "warning", "note")
 SCHEMA = json.loads(Path(__file__).with_name("submission.schema.json").read_text(encoding="utf-8"))
+LARGEST_GAP = 0.03  # bpb that quantisation may cost; collapses were seen at 1.1 and 2.4
 VAL_BYTES = 151_080_000  # UTF-8 bytes of the first 50,000 documents, less a tail shorter than one context
 NUMBER = re.compile(r"(?<![\w.,/-])(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?!\w|\.\d)")
 
@@ -106,17 +108,40 @@ def bytes_total(record: Record) -> Iterator[str]:
         yield f"bytes_total {claim:,}, from what ships {max(ships):,}"
 
 def model_file(record: Record) -> Iterator[str]:
-    known = {log.model_bytes for log in record.logs}
-    for path in record.folder.glob("*.ptz"):
-        if path.is_file() and path.stat().st_size not in known:
-            yield f"{path.name} has {path.stat().st_size} bytes, the logs say {known}"
+    known = {log.model_bytes: log.artifact_sha256 for log in record.logs}
+    digests = {log.artifact_sha256 for log in record.logs}
+    for path in filter(Path.is_file, record.folder.glob("*.ptz")):
+        size, digest = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
+        if size not in known:
+            yield f"{path.name} has {size} bytes, the logs say {set(known)}"
+        elif None not in digests and digest not in digests:
+            yield f"{path.name} has the size, but not the sha256 of a logged run: {digest[:12]}..."
+
+def unaccounted(record: Record) -> Iterator[str]:
+    """Files that a script could read under a name that it computes, so that nothing here sees it."""
+    known = {record.script, *(log.path for log in record.logs), *(record.folder / name for name in record.helpers)}
+    for path in sorted(record.folder.rglob("*")):
+        name = path.relative_to(record.folder).as_posix()
+        if path.is_file() and path not in known and not scripts.NO_CODE.fullmatch(name) and not name.endswith(
+                (".md", ".png", ".svg", ".ptz")) and "__pycache__" not in name:
+            yield f"{name} ({path.stat().st_size:,} bytes)"
 
 # -- runs: finished, in time, honest about seeds -----------------------------------------------------------------------
 
-def unfinished(_record: Record, log: Log) -> Verdict:
+def not_whole(_record: Record, log: Log) -> Verdict:
     if not is_scored(log):
         return "no final score"
-    return log.valid is False and f"valid: {log.summary['valid']}"
+    if log.settings.get("eval_only"):
+        return "it only scored an artifact (EVAL_ONLY)"
+    return unfinished(log) or (log.valid is False and f"valid: {log.summary['valid']}")
+
+def collapsed(_record: Record, log: Log) -> Verdict:
+    before, after = (log.evaluations.get(name, (0.0, math.nan))[1] for name in ("pre_quant", "int6"))
+    return after - before > LARGEST_GAP and f"{before:.4f} before, {after:.4f} after"
+
+def fallbacks(_record: Record, log: Log) -> Verdict:
+    done, left = log.gptq or (0, 0)
+    return 10 * left > done + left and f"{left} of {done + left} matrices"
 
 def other_source(record: Record, log: Log) -> Verdict:
     shipped, logged = (text.replace("\r\n", "\n").split("\n") for text in (record.source, log.source or ""))
@@ -350,12 +375,20 @@ RULES = [Rule(*row) for row in (
      "ship the script that trained, as it was counted; if it was packed, ship the packed file", code_bytes),
     ("helpers", "error", "every file that the script imports or opens is counted as code",
      "move the code into train_gpt.py", per_log(uncounted)),
+    ("unaccounted", "note", "no other files are in the folder: a script can open one under a computed name",
+     "delete what does not belong to the record, or count it as code", unaccounted),
     ("bytes-total", "error", "bytes_total is the largest, the mean or one seed's shipped total", "write the largest",
      bytes_total),
     ("model-file", "error", "a model file in the folder is one that a log describes", "ship the model of a logged run",
      model_file),
     ("finished", "error", "every log ends with a finite final score, and none says that its run does not count",
-     "ship complete runs only; let the run finish, or run again", per_log(unfinished)),
+     "ship complete runs only; let the run finish, or run again", per_log(not_whole)),
+    ("official", "record", "no log calls its own split or tokenizer unofficial",
+     "fetch the official data; say in the README what was scored", per_log(lambda _, log: log.unofficial)),
+    ("quantisation-gap", "warning", f"quantisation costs at most {LARGEST_GAP} bpb",
+     "look for matrices whose codes are wrong; see warnings about GPTQ in the log", per_log(collapsed)),
+    ("gptq-fallback", "warning", "at most a tenth of the matrices fell back to rounding",
+     "raise GPTQ_CALIBRATION_BATCHES", per_log(fallbacks)),
     ("source", "error", "the script inside each log is train_gpt.py, byte for byte", "ship the script that the log "
      "holds", per_log(other_source)),
     ("source-logged", "warning", "each log holds the script that ran", "ship logs/<run>.txt, not the console's output",

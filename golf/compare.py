@@ -11,16 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from golf.cli import add_command, print_json, print_table
-from golf.logs import Log, final
+from golf.logs import OFFICIAL, Log, final, unfinished
 from golf.records import RECORD_ALPHA, RECORD_MARGIN_NATS, mean_std, read_logs
 
 STAGES = {"pre-quant": "pre_quant", "quantised": "int6", "final": None}
 
 def read_runs(text: str) -> list[Log]:
-    """Finished runs behind one argument, by seed. Raises ValueError when there are none."""
+    """Finished runs behind one argument, by seed. Raises ValueError when there are none, or one is there twice."""
     logs = read_logs(map(Path, filter(None, text.split(","))))
+    if not logs:
+        raise ValueError(f"{text!r} names no log; give a folder, a log, or several with commas between")
     for log in logs:
-        final(log)
+        if problem := unfinished(log):
+            raise ValueError(f"{log.path}: {problem}; let the run finish")
+    names = [log.settings.get("run_id") or str(log.path.resolve()) for log in logs]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"{text}: run {sorted(twice)[0]} is there twice, but counts once; give each log once")
     return logs
 
 def budget(log: Log) -> str | None:
@@ -33,10 +39,12 @@ def budget(log: Log) -> str | None:
 def dataset(log: Log) -> str | None:
     return Path(log.settings["datasets_dir"]).name if "datasets_dir" in log.settings else None
 
-def data(log: Log) -> str | None:
-    return None if log.val_tokens is None else f"{dataset(log)} with {log.val_tokens} validation tokens"
+def score(log: Log) -> str:
+    """Which evaluation its official score is."""
+    return next(name for name in OFFICIAL if name in log.evaluations)
 
-CONDITIONS = {"machine": lambda log: log.hardware, "ranks": lambda log: log.world_size, "budget": budget, "data": data,
+CONDITIONS = {"machine": lambda log: log.hardware, "ranks": lambda log: log.world_size, "budget": budget,
+              "data": dataset, "validation tokens": lambda log: log.val_tokens, "score": score,
               "train shards": lambda log: log.train_shards}
 
 def differences(a: list[Log], b: list[Log]) -> list[str]:

@@ -46,6 +46,9 @@ class Log:
     val_tokens: int | None = None
     val_bytes: int | None = None
     valid: bool | None = None  # the script's own verdict
+    unofficial: str | None = None  # what its own words call unofficial, such as `UNOFFICIAL SPLIT`
+    artifact_sha256: str | None = None
+    gptq: tuple[int, int] | None = None  # matrices quantised with Hessians, and those that fell back to rounding
     summary: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -60,6 +63,15 @@ def final(log: Log) -> tuple[float, float, float | None]:
         return found[0]
     raise ValueError(f"{log.path}: no final score; a whole run ends with final_int6_roundtrip or "
                      "final_int6_sliding_window; let the run finish")
+
+def unfinished(log: Log) -> str | None:
+    """Why a log is not that of a whole run; what only our script writes is asked of logs that hold it."""
+    if not any(name in log.evaluations for name in OFFICIAL):
+        return "no final score"
+    sliding = log.settings.get("sliding_window_enabled") in ("1", "True")
+    if sliding and not {"sliding", "ttt"} & log.evaluations.keys():
+        return "it ended before its sliding score"
+    return "it ended before its summary" if log.valid is None and "\nvalid: {" in (log.source or "") else None
 
 def read_log(path: Path | str, records: bool = True) -> Log:
     """The log at `path`, made more exact by the .jsonl beside it unless `records` is off.
@@ -144,6 +156,8 @@ FACTS = {name: re.compile(pattern) for name, pattern in {
     "train_shards": rf"(?:train_loader:.* )?train_shards: ?{WHOLE}",
     "val_tokens": rf"(?:val_tokens|val_loader:.* tokens): ?{WHOLE}",
     "val_bytes": rf"val_bytes: ?{WHOLE}",
+    "unofficial": r"val_bytes:.*?(UNOFFICIAL \w+)",
+    "artifact_sha256": r"sha256 of the artifact: ([0-9a-f]{64})$",
     "parameters": rf"model_params: ?{WHOLE}",
     "seed": rf"seed: ?{WHOLE}",
     "world_size": rf"world_size: ?{WHOLE}",
@@ -214,10 +228,15 @@ def score_name(label: str) -> str | None:
         return None
     return "ttt" if "ttt" in label else "sliding" if "sliding" in label else "int6"
 
+TEXTS = {"machine", "attention", "unofficial", "artifact_sha256"}
+GPTQ = re.compile(rf"GPTQ quantization: {WHOLE} layers with full GPTQ, {WHOLE} fallback")
+
 def read_fact(log: Log, line: str) -> None:
+    if match := GPTQ.match(line):
+        log.gptq = int(match[1]), int(match[2])
     for name, pattern in FACTS.items():
         if match := pattern.match(line):
-            kind = str if name in ("machine", "attention") else float if name.endswith("seconds") else int
+            kind = str if name in TEXTS else float if name.endswith("seconds") else int
             if getattr(log, name) is None or name not in ("seed", "world_size"):
                 setattr(log, name, kind(match[1]))
 

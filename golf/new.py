@@ -16,7 +16,7 @@ from typing import Any
 from golf import scripts
 from golf.check import check_folder, show
 from golf.cli import add_command, markdown, print_json, shown, write_file
-from golf.logs import Log, final
+from golf.logs import Log, final, unfinished
 from golf.records import (
     FOLDER_NAME,
     HOME,
@@ -64,7 +64,10 @@ def read_runs(paths: list[Path], artifacts: bool = True) -> list[Log]:
     texts ship."""
     logs = read_logs(paths, records=False)
     for log in logs:
-        final(log)
+        if problem := unfinished(log):
+            raise ValueError(f"{log.path}: {problem}; let the run finish, and give the log of a whole one")
+        if log.settings.get("eval_only"):
+            raise ValueError(f"{log.path}: it only scored an artifact (EVAL_ONLY); give the log of the training run")
         if log.source is None:
             raise ValueError(f"{log.path}: holds no script; give logs/<run>.txt, not the console's output")
         if log.seed is None or (artifacts and log.model_bytes is None):
@@ -158,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     if track is None:
         raise ValueError(f"track {args.track!r} does not exist; choose one of {', '.join(TRACKS)}")
     folder = args.records / f"track_{track}" / f"{args.date}_{args.name}"
-    if not FOLDER_NAME.fullmatch(folder.name) or not is_date(args.date):
+    if not FOLDER_NAME.fullmatch(f"{args.date}_{args.name}") or not is_date(args.date):
         raise ValueError(f"folder name {folder.name!r} must be YYYY-MM-DD_Name of letters, digits, . _ + -; rename")
     if folder.exists():
         raise ValueError(f"{folder} exists and is kept; choose another name or date")

@@ -22,7 +22,9 @@ from typing import Any
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 NOT_FOUND = "not found"
 IMPORT_TIMEOUT_SECONDS = 90
-NO_CODE = re.compile(r".*\.(log|bin|model|vocab)|(.*/)?(README\.md|submission\.json|requirements\.txt)")  # not counted
+NO_CODE = re.compile(  # not counted: logs, which are read as such, data, tokenizers, texts
+    r".*\.log|(.*/)?(fineweb_(train|val)_\d+\.(bin|bytes)|fineweb_\d+_bpe\w*\.(model|vocab))|"
+    r"(.*/)?(README\.md|submission\.json|requirements\.txt)")
 GPU_CALLS = ("torch.cuda.", "torch.distributed.", "dist.", "init_process_group")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 # Modules whose package has another name, or that come with another package.

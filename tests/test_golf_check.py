@@ -87,6 +87,39 @@ def copied_artifact_size(base):
     return folder
 
 
+def without_sliding(base):
+    """The runs ended during their official evaluation; everything states the score before it."""
+    folder = gh.build(base, sliding_window_enabled=1)
+    for path in folder.glob("*.log"):
+        head, tail = path.read_text().rsplit("\nfinal_int6_roundtrip ", 1)
+        score = tail.split("\nfinal_int6_sliding_window ")[1].replace("eval_time:64001ms", "eval_time:71002ms")
+        path.write_text(f"{head}\nfinal_int6_roundtrip {score}")
+    return folder
+
+
+def collapsed(base):
+    """The score before quantisation is 0.04 bpb better than it was."""
+    folder = gh.build(base)
+    for seed, loss in gh.RESULTS.items():
+        bpb = gh.bpb(loss + 0.016)
+        gh.edit(folder / f"train_seed{seed}.log", f"val_bpb:{bpb:.8f}", f"val_bpb:{bpb - 0.04:.8f}")
+    return folder
+
+
+def in_each_log(base, old, new, **options):
+    folder = gh.build(base, **options)
+    for path in folder.glob("*.log"):
+        gh.edit(path, old, new)
+    return folder
+
+
+def other_artifact(base):
+    digest = f"sha256 of the artifact: {'0' * 64}\nCode size:"
+    folder = in_each_log(base, "Code size:", digest, model_bytes=1000)
+    (folder / "final_model.int6.ptz").write_bytes(bytes(1000))
+    return folder
+
+
 LATE = "def late():\n    import helper\n    return helper\n"
 IMPORTLIB = "import importlib\nimportlib.import_module('helper')\n"
 EXEC = "def late():\n    exec(open(os.path.join(os.path.dirname(__file__), 'tail.txt.gz')).read())\n"
@@ -107,6 +140,12 @@ CASES = {  # name: (rules with errors, how the folder is made)
     "imported helper not counted": ("helpers", lambda b: with_helper(b, "import helper\n")),
     "helper loaded by importlib": ("helpers", lambda b: with_helper(b, IMPORTLIB)),
     "executed helper not counted": ("helpers", lambda b: with_helper(b, EXEC, "tail.txt.gz")),
+    "executed data not counted": ("helpers", lambda b: with_helper(b, EXEC.replace("tail.txt.gz", "h.bin"), "h.bin")),
+    "artifact of another run": ("model-file", other_artifact),
+    "no official score": ("finished", without_sliding),
+    "scored only": ("finished", lambda b: gh.build(b, eval_only="final_model.int6.ptz")),
+    "unofficial split": ("official", lambda b: in_each_log(
+        b, "model_params:", "val_bytes: 151080000 (normalised; UNOFFICIAL SPLIT)\nmodel_params:")),
     "compiled helper not counted": ("helpers", lambda b: with_helper(b, COMPILE, "ngram.c", "int x;\n")),
     "bytes_total is nothing that ships": ("bytes-total", lambda b: changed_json(b, bytes_total=15_000_000)),
     "one byte of the script edited": ("source", lambda b: changed_file(b, "train_gpt.py", "4096", "4095")),
@@ -155,6 +194,9 @@ WARNINGS = {
     "two seeds": ("seed-count", lambda b: gh.build(b, results={1337: 2.5261, 42: 2.5275})),
     "untraced number": ("readme-untraced", lambda b: changed_file(b, "README.md", TITLE, "Parent: 1.2345")),
     "other machine": ("machines", lambda b: changed_file(b, "train_seed7.log", "PyTorch 2.11.0", "PyTorch 2.10.0")),
+    "quantisation that broke the model": ("quantisation-gap", collapsed),
+    "matrices without GPTQ": ("gptq-fallback", lambda b: in_each_log(
+        b, "Code size:", "GPTQ quantization: 59 layers with full GPTQ, 7 fallback to clip-search\nCode size:")),
     "home path in settings": ("home-paths-logged", lambda b: changed_file(b, "train_seed7.log", *HOME)),
 }
 

@@ -89,7 +89,7 @@ def test_new_never_overwrites_and_leaves_nothing_behind(tmp_path, logs, capsys):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("name", ["../evil", "with space", "a/b", ".hidden", ""])
+@pytest.mark.parametrize("name", ["../evil", "with space", "a/b", ".hidden", "", "a/../../2026-04-01_evil"])
 def test_new_writes_only_inside_its_folder(tmp_path, logs, capsys, name):
     assert cli.main(arguments(tmp_path, logs, name=name)) == 2
     assert "folder name" in capsys.readouterr().err and not (tmp_path / "records").exists()
@@ -169,6 +169,24 @@ def test_compare_judges_runs_with_other_tokens_by_bits_per_byte(tmp_path, logs, 
     assert "bits per byte are compared" in capsys.readouterr().out
 
 
+def test_compare_counts_each_run_once(logs, tmp_path, capsys):
+    shutil.copy(logs[0], tmp_path / "copy.txt")
+    for twice in (f"{logs[0]},{logs[0]}", f"{logs[0].parent},{tmp_path / 'copy.txt'}"):
+        assert cli.main(["compare", twice, str(logs[1])]) == 2
+        assert "run run1337 is there twice, but counts once" in capsys.readouterr().err
+    assert cli.main(["compare", "", str(logs[1])]) == 2 and "names no log" in capsys.readouterr().err
+
+
+def test_compare_refuses_another_kind_of_score(logs, tmp_path, capsys):
+    plain = tmp_path / "plain.txt"
+    plain.write_text("\n".join(line for line in logs[1].read_text().splitlines() if "sliding_window val" not in line))
+    assert cli.main(["compare", str(logs[0]), str(plain)]) == 2
+    assert "score: sliding against int6" in capsys.readouterr().err
+    gh.edit(plain, "  vocab_size", "  sliding_window_enabled: 1\n  vocab_size")
+    assert cli.main(["compare", str(logs[0]), str(plain)]) == 2
+    assert "it ended before its sliding score" in capsys.readouterr().err
+
+
 def test_compare_needs_two_runs_a_side(logs, capsys):
     assert cli.main(["compare", str(logs[0]), str(logs[1].parent), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -177,7 +195,9 @@ def test_compare_needs_two_runs_a_side(logs, capsys):
 
 @pytest.mark.parametrize("options, part", [
     ({"gpu": "NVIDIA H200"}, "machine: 8 x NVIDIA H100"), ({"world_size": 4}, "ranks: 8 against 4"),
-    ({"max_wallclock_seconds": 300.0}, "budget: 600 s against 300 s"), ({"val_tokens": 9_660_000}, "data: "),
+    ({"max_wallclock_seconds": 300.0}, "budget: 600 s against 300 s"),
+    ({"val_tokens": 9_660_000}, "validation tokens: 45508608 against 9660000"),
+    ({"datasets_dir": "d/fineweb10B_sp8192"}, "data: fineweb10B_sp4096 against fineweb10B_sp8192"),
     ({"steps": 20_000}, "budget: 600 s against 20000 steps"),
 ])
 def test_compare_refuses_unlike_runs_unless_forced(tmp_path, logs, capsys, options, part):
