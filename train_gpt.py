@@ -359,10 +359,20 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
         return False, f"WARNING: slow eager mode, no Triton ({error})"
     return True, "CUDA and Triton"
 
+def read_ranks(environ: Mapping[str, str]) -> tuple[int, int, int]:
+    """torchrun's rank, number of ranks and rank on this machine. Raises SetupError when others set them."""
+    try:
+        rank, size, local = (int(environ.get(*item)) for item in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    except ValueError as error:
+        raise SetupError(f"RANK, WORLD_SIZE and LOCAL_RANK are torchrun's ({error}); unset them") from None
+    if size > 1 and "MASTER_ADDR" not in environ:
+        raise SetupError(f"WORLD_SIZE={size} without MASTER_ADDR; start with torchrun, or unset WORLD_SIZE")
+    return rank, size, local
+
 def join_world(hp: Hyperparameters, environ: Mapping[str, str]) -> World:
     """Reads torchrun's variables, picks the device and joins the process group when there are several ranks."""
-    rank, size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
-    device = choose_device(hp.device, int(environ.get("LOCAL_RANK", 0)))
+    rank, size, local_rank = read_ranks(environ)
+    device = choose_device(hp.device, local_rank)
     gpu = device if device.type == "cuda" else None
     if gpu:
         torch.cuda.set_device(gpu)
@@ -1925,7 +1935,7 @@ class Run:
             self.run_id += f".{parts + 2}"
         self.results: dict[str, Any] = {}
         self.failure: RunError | None = None
-        self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
+        self.plan = plan_batches(hp, read_ranks(environ)[1])
         compress(b"", hp.compressor)  # raises when its module is missing
         self.val = load_validation(hp, byte_tables(load_tokenizer(hp), hp.transform))
         self.train_paths = [] if hp.eval_only else check_train_shards(hp)
@@ -2097,9 +2107,9 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             self.results["int6_scale_factor"] = scales
             size = self.world.broadcast_object(len(data))
             total = size + len(self.source)
-            if not 0 < target < total or not int6:
+            if not 0 < target < total:
                 break
-            if not tries_left or scales == COARSEST_SCALES:
+            if not int6 or not tries_left or scales == COARSEST_SCALES:
                 self.log(f"WARNING: {total} is over TARGET_TOTAL_BYTES={target} still")
                 break
             ratio, limit, aim = size / content_bytes(quantized), target, 0.995 * target

@@ -175,6 +175,8 @@ def parse_arguments() -> argparse.Namespace:
             raise DataError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     if args.shard_tokens >= 2**31:
         raise DataError(f"--shard-tokens {args.shard_tokens} must be below 2^31, the shard header's limit")
+    if args.engine == "ray":
+        documents.optional_module("ray", "ray", "--engine ray")  # before hours of tokenizer training
     if args.ray_address and args.engine != "ray":
         raise DataError(f"--ray-address {args.ray_address} needs --engine ray")
     return args

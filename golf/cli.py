@@ -31,6 +31,9 @@ def main(arguments: list[str] | None = None, parser: argparse.ArgumentParser | N
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
 
 def add_command(subparsers: Any, name: str, run: Callable[[argparse.Namespace], int],
                 meaning: str) -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -11,12 +12,12 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from golf import trial
+from golf import scripts, trial
 from golf.cli import add_command, print_json, print_table
 from golf.logs import Log, read_log
 from golf.records import EVAL_CAP_SECONDS, SIZE_CAP_BYTES, TRAIN_CAP_SECONDS
@@ -48,18 +49,23 @@ def show(title: str, findings: list[Finding], as_json: bool) -> int:
         print("verdict: " + ("not ready, see the remedies" if failed else "ready"))
     return int(failed)
 
-def data_settings(args: argparse.Namespace) -> Any:
-    """The recipe's settings, with data folder and vocabulary size of the options, else of the environment."""
+def data_settings(args: argparse.Namespace, defaults: Mapping[str, str]) -> Any:
+    """The recipe's settings, with data folder and vocabulary size of the options, else of the environment, else of the
+    script that is to run."""
     given = {"DATA_DIR": args.data_dir, "VOCAB_SIZE": args.vocab_size and str(args.vocab_size)}
-    names = ("DATA_DIR", "VOCAB_SIZE", "TRANSFORM", "ATTENTION")
-    return trial.recipe().Hyperparameters.from_env(
-        {name: value for name in names if (value := given.get(name) or os.environ.get(name)) is not None})
+    names = ("DATA_DIR", "VOCAB_SIZE", "TRANSFORM", "ATTENTION", "EVAL_SEQ_LEN", "EVAL_STRIDE")
+    return trial.recipe().Hyperparameters.from_env({name: value for name in names if (
+        value := given.get(name) or os.environ.get(name) or defaults.get(name.lower())) is not None})
+
+def asked(name: str, defaults: Mapping[str, str], otherwise: float) -> float:
+    """A number that the run would use: the environment's, else the script's default."""
+    return float(os.environ.get(name.upper()) or defaults.get(name) or otherwise)
 
 # -- doctor ------------------------------------------------------------------------------------------------------------
 
 def check_software() -> Iterator[Finding]:
     free = shutil.disk_usage(Path.cwd()).free
-    yield judged("Python", platform.python_version(), sys.version_info >= (3, 10), "install Python 3.10", "fail")
+    yield judged("Python", platform.python_version(), sys.version_info >= (3, 11), "install Python 3.11", "fail")
     yield judged("free disk", f"{free / 1e9:.1f} GB here", free > FREE_BYTES,
                  f"free {FREE_BYTES / 1e9:.0f} GB, or work in another folder", "fail")
     for name in ("numpy", "sentencepiece", "brotli", "tqdm", "torch"):
@@ -113,6 +119,15 @@ def check_data(hp: Any) -> Iterator[Finding]:
         except ValueError as error:
             yield Finding(f"{split} shards", str(error), "fail", fetch)
 
+def check_validation(hp: Any) -> Iterator[Finding]:
+    """Whether the whole validation split is what the trainer takes: tokenizer, counts, bytes and manifest agree."""
+    tg = trial.recipe()
+    try:
+        tables = tg.byte_tables(tg.load_tokenizer(hp), hp.transform)
+        yield Finding("validation data", tg.load_validation(hp, tables).note)
+    except ValueError as error:
+        yield Finding("validation data", str(error), "fail", "the run would end with this")
+
 def check_speed(seconds: float, hp: Any) -> Iterator[Finding]:
     """Matrix products and disk reads for about `seconds` together, against what a healthy machine reaches."""
     tflops, device = matmul_tflops(seconds / 2)
@@ -151,7 +166,7 @@ def read_mb_s(paths: list[Path], seconds: float) -> float:
 def run_doctor(args: argparse.Namespace) -> int:
     findings = list(check_software())
     if all(f.verdict != "fail" for f in findings if f.check in ("numpy", "PyTorch")):
-        hp = data_settings(args)
+        hp = data_settings(args, {})
         findings += [*check_gpu(), check_attention(hp), *check_data(hp)]
         findings += check_speed(args.seconds, hp) if args.seconds > 0 else []
     return show("doctor", findings, args.json)
@@ -192,10 +207,16 @@ def run_preflight(args: argparse.Namespace) -> int:
     """0 when every stage ran and the projections fit the limits, 1 otherwise."""
     if not args.script.is_file():
         raise ValueError(f"{args.script}: no such file; give the path of a training script")
-    hp = data_settings(args)
-    findings = list(check_data(hp))
-    if any(f.verdict == "fail" for f in findings):
-        return show("preflight", findings, args.json)
+    if args.val_tokens < 1:
+        raise ValueError(f"--val-tokens {args.val_tokens} must be at least 1")
+    defaults: dict[str, str] = {}
+    with contextlib.suppress(SyntaxError):  # the run will say it
+        defaults = scripts.defaults(args.script.read_text(encoding="utf-8", errors="replace"))
+    hp, findings = data_settings(args, defaults), []
+    for check in (check_data, check_validation):
+        findings += check(hp)
+        if any(f.verdict == "fail" for f in findings):
+            return show("preflight", findings, args.json)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"] * (args.ranks > 1)
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(scratch)
@@ -211,12 +232,12 @@ def run_preflight(args: argparse.Namespace) -> int:
         findings.append(judged("run", f"exit status {status} after {seconds:.0f} s", status == 0,
                                trial.last_lines(output), "fail"))
         if logs:
-            findings += judge(logs[0], *part)
+            findings += judge(logs[0], *part, defaults)
         elif not status:
             findings.append(Finding("log", "no logs/*.txt", "fail", "the script must write its log there"))
     return show("preflight", findings, args.json)
 
-def judge(path: Path, val_tokens: int, all_tokens: int) -> Iterator[Finding]:
+def judge(path: Path, val_tokens: int, all_tokens: int, defaults: Mapping[str, str]) -> Iterator[Finding]:
     """What the log of a short run says about a whole one. Seconds are projected, not measured."""
     text = path.read_text(encoding="utf-8")
     try:
@@ -229,9 +250,10 @@ def judge(path: Path, val_tokens: int, all_tokens: int) -> Iterator[Finding]:
     yield judged("training", "losses " + " ".join(f"{s[1]:.3f}" for s in log.steps), falling,
                  "the loss does not fall: check rates and data before a whole run")
     if log.steps and log.steps[-1][3]:
-        yield Finding("speed", f"{log.steps[-1][3]:,.0f} tokens/s" + steps_in_cap(log))
+        yield Finding("speed", f"{log.steps[-1][3]:,.0f} tokens/s" + steps_in_cap(log, asked(
+            "max_wallclock_seconds", defaults, TRAIN_CAP_SECONDS)))
     if log.hessian_seconds is not None:
-        yield from judge_hessians(log, text)
+        yield from judge_hessians(log, text, round(asked("gptq_calibration_batches", defaults, 64)))
     for name, score in log.evaluations.items():
         yield Finding(f"evaluation {name}", f"bpb {score[1]:.4f} of an untrained model on {val_tokens:,} tokens")
     if "int6" not in log.evaluations:
@@ -242,17 +264,16 @@ def judge(path: Path, val_tokens: int, all_tokens: int) -> Iterator[Finding]:
                      whole < EVAL_CAP_SECONDS, f"over {EVAL_CAP_SECONDS} s: more GPUs, or a larger EVAL_STRIDE")
     yield from judge_size(log, text)
 
-def steps_in_cap(log: Log) -> str:
-    """About how many steps 600 s hold at the speed of the last two logged steps."""
+def steps_in_cap(log: Log, cap_seconds: float) -> str:
+    """About how many steps the cap holds at the speed of the last two logged steps; nothing without a cap."""
     (first, _, began, _), (last, _, ended, _) = (log.steps * 2)[-2:]
-    if None in (began, ended) or last <= first or ended <= began:
+    if cap_seconds <= 0 or None in (began, ended) or last <= first or ended <= began:
         return ""
     each = (ended - began) / (last - first)
-    return f", {1000 * each:.0f} ms a step: {TRAIN_CAP_SECONDS / each:,.0f} steps in {TRAIN_CAP_SECONDS} s"
+    return f", {1000 * each:.0f} ms a step: {cap_seconds / each:,.0f} steps in {cap_seconds:g} s"
 
-def judge_hessians(log: Log, text: str) -> Iterator[Finding]:
+def judge_hessians(log: Log, text: str, batches: int) -> Iterator[Finding]:
     reserve = float(log.settings.get("gptq_reserve_seconds", "10"))
-    batches = int(os.environ.get("GPTQ_CALIBRATION_BATCHES", "64"))
     whole = log.hessian_seconds * batches / SAMPLED_BATCHES
     yield judged("Hessians", f"{log.hessian_seconds:.1f} s for {SAMPLED_BATCHES} batches, so at most {whole:.1f} s for "
                  f"{batches}; reserve {reserve:g} s", whole <= reserve,
@@ -279,7 +300,7 @@ def add_parser(subparsers: Any) -> None:
                          "all stages of a run in about a minute, with the settings of the environment")
     for parser in (doctor, flight):
         parser.add_argument("--data-dir", help="default: DATA_DIR, else ./data/")
-        parser.add_argument("--vocab-size", type=int, help="default: VOCAB_SIZE, else 4096")
+        parser.add_argument("--vocab-size", type=int, help="default: VOCAB_SIZE, else the script's")
     flight.add_argument("script", type=Path, nargs="?", default=Path("train_gpt.py"))
     flight.add_argument("--ranks", type=int, default=1, help="GPUs to use, through torchrun (default: 1)")
     flight.add_argument("--val-tokens", type=int, default=262_144, help="validation tokens to score (default: 262144)")

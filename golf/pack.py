@@ -220,6 +220,8 @@ def run(args: argparse.Namespace) -> int:
         same = hashlib.sha256(source).hexdigest() in packed.split("\n")[0]
         problems = [] if same else [f"{args.check} names the hash of another source than {args.script}"]
     else:
+        if out.resolve() == args.script.resolve():
+            raise ValueError(f"-o {out} is the script itself, whose comments would be lost; choose another -o")
         check_output(out, args.force)
         packed, report = pack_source(source, args.script.name, args.codec, args.rename_globals)
         problems = lost_pythons(source.decode("utf-8"), packed)

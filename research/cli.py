@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -135,6 +136,8 @@ def make_state(root: Path, args: argparse.Namespace) -> State:
     command = shlex.split(args.command) or [sys.executable, args.script]
     if "/" in command[0] and (root / command[0]).exists():
         command[0] = str(root / command[0])  # the worktrees have no .venv
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"--command {args.command}: {command[0]!r} cannot be started; give a program that exists")
     untracked = ("ls-files", "-z", "--others", "--directory", "--exclude=__pycache__", "--", data)
     links = [] if Path(data).is_absolute() else [name.rstrip("/") for name in git(root, *untracked).split("\0") if name]
     return State(args.tag, args.script, command, args.budget, limit, args.cap_bytes, links + args.link,

@@ -169,6 +169,14 @@ def test_compare_judges_runs_with_other_tokens_by_bits_per_byte(tmp_path, logs, 
     assert "bits per byte are compared" in capsys.readouterr().out
 
 
+def test_an_interrupt_ends_in_one_line(monkeypatch, logs, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(compare, "compare", interrupt)
+    assert cli.main(["compare", str(logs[0]), str(logs[1])]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
 def test_compare_counts_each_run_once(logs, tmp_path, capsys):
     shutil.copy(logs[0], tmp_path / "copy.txt")
     for twice in (f"{logs[0]},{logs[0]}", f"{logs[0].parent},{tmp_path / 'copy.txt'}"):

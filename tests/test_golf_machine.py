@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, SCRIPT, make_data, run_environment, settings
 
 import train_gpt as tg
-from golf import machine, trial
+from golf import machine, scripts, trial
 
 
 def golf(folder, *arguments, **changes):
@@ -99,6 +99,30 @@ def test_preflight_without_data_starts_nothing(tmp_path):
     assert missing.returncode == 2 and "nowhere.py" in missing.stderr and "Traceback" not in missing.stderr
 
 
+def test_preflight_refuses_data_that_the_run_would_refuse(tmp_path):
+    data = make_data(tmp_path)
+    (data / "manifest.json").write_text(json.dumps({"datasets": [
+        {"name": "fineweb10B_sp512", "stats": {"tokens_val": 9_660_000}}]}))
+    result = golf(tmp_path, "preflight", SCRIPT, "--json")
+    assert result.returncode == 1 and "run" not in by_name(result)
+    assert "tokens_val 9660000, found 3000" in by_name(result)["validation data"]["value"]
+    few = golf(tmp_path, "preflight", SCRIPT, "--val-tokens", "0")
+    assert few.returncode == 2 and "--val-tokens 0 must be at least 1" in few.stderr
+
+
+def test_preflight_takes_what_is_not_set_from_the_script(tmp_path):
+    """The record's script has another vocabulary, fewer Hessian batches and a shorter cap than the root script."""
+    record = ROOT / "records/track_non_record_16mb/2026-11-30_SP8192_Entropy_Coded/train_gpt.py"
+    result = subprocess.run([sys.executable, "-m", "golf", "preflight", str(record), "--json"], cwd=tmp_path, text=True,
+                            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False)
+    assert "fineweb10B_sp8192" in by_name(result)["train shards"]["value"]
+    (tmp_path / "a.txt").write_text(LOG.replace("0.0m", "0.5m").replace("2/5 train_loss: 8.1 train_time: 0.5m",
+                                                                       "2/5 train_loss: 8.1 train_time: 1.0m"))
+    defaults = scripts.defaults(record.read_text())
+    found = {f.check: f for f in machine.judge(tmp_path / "a.txt", 1000, 10_000, defaults)}
+    assert "for 20; reserve" in found["Hessians"].value and "10 steps in 300 s" in found["speed"].value
+
+
 LOG = """attention: fa3 (first choice)
 artifact estimate: 17.2 MB of 16.0 (weight decay decides)
 1/5 train_loss: 8.0 train_time: 0.0m tok/s: 1000000
@@ -111,7 +135,7 @@ final_int6_roundtrip val_loss:8.0 val_bpb:3.0 eval_time:100000ms
 
 def test_projections_over_the_limits_are_flagged(tmp_path):
     (tmp_path / "a.txt").write_text(LOG, encoding="utf-8")
-    found = {f.check: f for f in machine.judge(tmp_path / "a.txt", 1000, 10_000)}
+    found = {f.check: f for f in machine.judge(tmp_path / "a.txt", 1000, 10_000, {})}
     assert found["Hessians"].verdict == "warn" and "GPTQ_RESERVE_SECONDS=33" in found["Hessians"].remedy
     assert found["evaluation time"].verdict == "warn" and "1,000 s" in found["evaluation time"].value
     assert found["size"].verdict == "fail" and found["training"].verdict == "warn" and found["GPTQ"].verdict == "warn"

@@ -115,6 +115,10 @@ def test_packed_script_replaces_the_original_when_it_behaves_the_same(tmp_path):
     report = json.loads(result.stdout)
     packed = tmp_path / "train_packed.py"
     assert report["bytes_after"] == packed.stat().st_size < report["bytes_before"]
+    before = (tmp_path / "train.py").read_bytes()
+    same = golf("pack", tmp_path / "train.py", "-o", tmp_path / "./train.py", "--force")
+    assert same.returncode == 2 and "is the script itself" in same.stderr
+    assert (tmp_path / "train.py").read_bytes() == before
     again = golf("pack", tmp_path / "train.py")
     assert again.returncode == 2 and "exists and is kept" in again.stderr and "Traceback" not in again.stderr
     assert golf("pack", tmp_path / "train.py", "--check", packed).returncode == 0

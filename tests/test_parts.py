@@ -1040,6 +1040,16 @@ def test_variables_of_others_are_not_taken_for_settings():
     )
 
 
+@pytest.mark.parametrize(("environ", "part"), [
+    ({"RANK": "x"}, "RANK, WORLD_SIZE and LOCAL_RANK are torchrun's"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without MASTER_ADDR; start with torchrun")])
+def test_ranks_that_torchrun_did_not_set_are_refused(environ, part):
+    with pytest.raises(tg.SetupError, match=part):
+        tg.read_ranks(environ)
+    whole = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "x"}
+    assert tg.read_ranks({}) == (0, 1, 0) and tg.read_ranks(whole) == (3, 8, 1)
+
+
 @pytest.mark.parametrize(("name", "meant"), [
     ("VE_DIN", "VE_DIM"), ("SEDE", "SEED"), ("MIN_LE", "MIN_LR"), ("KERNALS", "KERNELS"), ("DEVISE", "DEVICE"),
     ("EMBEDING_DIM", "EMBEDDING_DIM")])

@@ -57,6 +57,8 @@ def test_start_refuses(folder, capsys):
     assert "tag 'a b'" in error_of(capsys, "start", "a b")
     assert "--script no.py: no such path" in error_of(capsys, "start", "x", "--script", "no.py")
     assert "--link /tmp: no such path below" in error_of(capsys, "start", "x", "--link", "/tmp")
+    assert "'nope' cannot be started" in error_of(capsys, "start", "x", "--command", "nope nope")
+    assert not (folder / ".research/state.json").exists()  # else no later start could mend it
     assert "0 < budget <= limit" in error_of(capsys, "start", "x", "--budget", "9", "--limit", "3")
     (folder / "helper.py").write_text("CHANGED = 1\n")
     assert "the tree is not clean (helper.py)" in error_of(capsys, *START)

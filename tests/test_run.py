@@ -360,6 +360,12 @@ def test_a_target_that_codes_cannot_reach_costs_no_run(tmp_path):
     assert block["int6_scale_factor"] == "16.0000" and "over TARGET_TOTAL_BYTES=1000 still" in result.stdout
 
 
+def test_a_model_without_int6_matrices_says_that_it_is_over_the_target(tmp_path):
+    result = run_script(new_folder(tmp_path, "none"), run_id="r", target_total_bytes=1000, iterations=2,
+                        sliding_window_enabled=0)
+    assert result.returncode == 0 and result.stdout.count("over TARGET_TOTAL_BYTES=1000 still") == 1
+
+
 FULL_DISK = """
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
