@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -42,6 +43,16 @@ def add_command(subparsers: Any, name: str, run: Callable[[argparse.Namespace], 
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
     return parser
+
+def number(kind: type, least: float, most: float = math.inf) -> Callable[[str], Any]:
+    """A type for options: int or float from `least` to `most`, both allowed."""
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} must be from {least:g} to {most:g}")
+        return value
+    read.__name__ = "whole number" if kind is int else "number"  # what argparse calls text that is none
+    return read
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, default=str))

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from golf.cli import add_command, print_json, print_table
+from golf.cli import add_command, number, print_json, print_table
 from golf.logs import OFFICIAL, Log, final, unfinished
 from golf.records import RECORD_ALPHA, RECORD_MARGIN_NATS, mean_std, read_logs
 
@@ -129,6 +129,7 @@ def add_parser(subparsers: Any) -> None:
     parser = add_command(subparsers, "compare", run, "does A beat B? per-seed values, means, split and Welch's test")
     for name in ("A", "B"):
         parser.add_argument(name.lower(), metavar=name, help="folder, log, or several of them with commas between")
-    parser.add_argument("--margin", type=float, default=RECORD_MARGIN_NATS, help="nats by which A must beat B")
-    parser.add_argument("--alpha", type=float, default=RECORD_ALPHA, help="largest p that counts")
+    parser.add_argument("--margin", type=number(float, -10, 10), default=RECORD_MARGIN_NATS,
+                        help="nats by which A must beat B")
+    parser.add_argument("--alpha", type=number(float, 0, 1), default=RECORD_ALPHA, help="largest p that counts")
     parser.add_argument("--force", action="store_true", help="compare runs of different machines, budgets or data")

@@ -14,7 +14,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from golf.cli import add_command, check_output, print_json, print_table, shown, write_file
+from golf.cli import add_command, check_output, number, print_json, print_table, shown, write_file
 from golf.logs import read_log
 from golf.plots import saved
 from golf.trial import recipe
@@ -360,12 +360,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("checkpoint", type=Path, help="final_model.pt, or an artifact, whose codes stay where they can")
     parser.add_argument("--weights", type=Path, help="the artifact's final_model.pt: exact errors, better codes")
     parser.add_argument("--log", type=Path, help="log of the run: code bytes and weight decay")
-    parser.add_argument("--code-bytes", type=int, help="bytes of the script (default: the log's, or 0)")
+    parser.add_argument("--code-bytes", type=number(int, 0), help="bytes of the script (default: the log's, or 0)")
     parser.add_argument("--muon-wd", type=float, help="weight decay of the run (default: the log's)")
-    parser.add_argument("--target-bytes", type=int, help="bytes that artifact and code may have together")
+    parser.add_argument("--target-bytes", type=number(int, 1), help="bytes that artifact and code may have together")
     parser.add_argument("-o", "--output", type=Path, help="where to write the artifact that fits")
     parser.add_argument("--grow", action="store_true", help="spend what is left of the target on finer codes")
     parser.add_argument("--plot", type=Path, help="PNG of compressed / raw size against RMS")
     parser.add_argument("--compressor", choices=["brotli", "lzma"], default="brotli")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="threads that compress (default: all cores)")
+    parser.add_argument("--jobs", type=number(int, 1), default=os.cpu_count(),
+                        help="threads that compress (default: all cores)")
     parser.add_argument("--force", action="store_true", help="replace existing outputs")

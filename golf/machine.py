@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from golf import scripts, trial
-from golf.cli import add_command, print_json, print_table
+from golf.cli import add_command, number, print_json, print_table
 from golf.logs import Log, read_log
 from golf.records import EVAL_CAP_SECONDS, SIZE_CAP_BYTES, TRAIN_CAP_SECONDS
 
@@ -207,8 +207,6 @@ def run_preflight(args: argparse.Namespace) -> int:
     """0 when every stage ran and the projections fit the limits, 1 otherwise."""
     if not args.script.is_file():
         raise ValueError(f"{args.script}: no such file; give the path of a training script")
-    if args.val_tokens < 1:
-        raise ValueError(f"--val-tokens {args.val_tokens} must be at least 1")
     defaults: dict[str, str] = {}
     with contextlib.suppress(SyntaxError):  # the run will say it
         defaults = scripts.defaults(args.script.read_text(encoding="utf-8", errors="replace"))
@@ -302,6 +300,7 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument("--data-dir", help="default: DATA_DIR, else ./data/")
         parser.add_argument("--vocab-size", type=int, help="default: VOCAB_SIZE, else the script's")
     flight.add_argument("script", type=Path, nargs="?", default=Path("train_gpt.py"))
-    flight.add_argument("--ranks", type=int, default=1, help="GPUs to use, through torchrun (default: 1)")
-    flight.add_argument("--val-tokens", type=int, default=262_144, help="validation tokens to score (default: 262144)")
+    flight.add_argument("--ranks", type=number(int, 1), default=1, help="GPUs to use, through torchrun (default: 1)")
+    flight.add_argument("--val-tokens", type=number(int, 1), default=262_144,
+                        help="validation tokens to score (default: 262144)")
     flight.add_argument("--timeout", type=float, default=600.0, help="seconds until the run is ended (default: 600)")

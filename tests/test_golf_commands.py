@@ -169,6 +169,17 @@ def test_compare_judges_runs_with_other_tokens_by_bits_per_byte(tmp_path, logs, 
     assert "bits per byte are compared" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [["compare", "a", "b", "--margin", "nan"], ["compare", "a", "b", "--alpha", "2"],
+                                   ["fit", "a", "--jobs", "0"], ["fit", "a", "--target-bytes", "-5"],
+                                   ["preflight", "--ranks", "x"]])
+def test_numbers_that_mean_nothing_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and words[-2] in said
+    assert "must be from" in said or "invalid whole number value" in said
+
+
 def test_an_interrupt_ends_in_one_line(monkeypatch, logs, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt

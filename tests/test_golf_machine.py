@@ -107,7 +107,7 @@ def test_preflight_refuses_data_that_the_run_would_refuse(tmp_path):
     assert result.returncode == 1 and "run" not in by_name(result)
     assert "tokens_val 9660000, found 3000" in by_name(result)["validation data"]["value"]
     few = golf(tmp_path, "preflight", SCRIPT, "--val-tokens", "0")
-    assert few.returncode == 2 and "--val-tokens 0 must be at least 1" in few.stderr
+    assert few.returncode == 2 and "--val-tokens: 0 must be from 1 to inf" in few.stderr
 
 
 def test_preflight_takes_what_is_not_set_from_the_script(tmp_path):
