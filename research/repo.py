@@ -78,12 +78,12 @@ class Repo:
         return path
 
     def forget_half_made_worktrees(self) -> None:
-        """A kill while git makes a worktree can leave its entry with an empty `commondir`. Then `worktree add`, `fsck`
-        and others end at once (git 2.39), and `worktree prune` spares the entry, since it is locked."""
+        """A kill while git makes a worktree can leave its entry with an empty `commondir` or a HEAD of zeros. Then
+        `worktree add`, `fsck` and others end at once (git 2.39), and `worktree prune` spares the entry: it is locked."""
         entries, own = Path(git(self.root, "rev-parse", "--git-common-dir"), "worktrees"), self.root.resolve() / FOLDER
         for gitdir in (self.root / entries).glob("*/gitdir"):
-            common = gitdir.with_name("commondir")
-            half_made = not common.exists() or not common.read_text(encoding="utf-8").strip()
+            files = gitdir.with_name("commondir"), gitdir.with_name("HEAD")
+            half_made = any(not file.exists() or not file.read_text(encoding="utf-8").strip("0\n ") for file in files)
             if half_made and Path(gitdir.read_text(encoding="utf-8").strip()).is_relative_to(own):
                 shutil.rmtree(gitdir.parent)
 

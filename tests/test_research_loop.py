@@ -340,6 +340,20 @@ def test_a_worktree_whose_making_was_killed_is_made_again(session):
         assert_in_order(session)
 
 
+@pytest.mark.parametrize("head", ["0" * 40 + "\n", ""])
+def test_a_worktree_that_points_at_nothing_is_forgotten(session, head):
+    """So it is until git has checked the commit out. The entry of a worktree of the user's own stays."""
+    git(session, "worktree", "add", "--quiet", "--detach", str(session.with_name("own")), "HEAD")
+    (session / ".git/worktrees/0/HEAD").write_text(head)
+    (session / ".git/worktrees/0/locked").write_text("initializing")
+    Loop(session).repo.forget_half_made_worktrees()
+    assert not (session / ".git/worktrees/0").exists() and (session / ".git/worktrees/own").exists()
+    git(session, "fsck", "--connectivity-only")
+    edit(session, LEVEL=1.1)
+    assert cli.main(["run", "-d", "worse"]) == 0
+    assert_in_order(session)
+
+
 def test_a_worktree_without_git_never_reaches_the_users_repository(session):
     (session / ".research/work/0/.git").write_text("gitdir: /nowhere\n")
     edit(session, LEVEL=1.1)
