@@ -79,7 +79,7 @@ class Repo:
 
     def forget_half_made_worktrees(self) -> None:
         """A kill while git makes a worktree can leave its entry with an empty `commondir` or a HEAD of zeros. Then
-        `worktree add`, `fsck` and others end at once (git 2.39), and `worktree prune` spares the entry: it is locked."""
+        `worktree add`, `fsck` and others end at once (git 2.39), and `worktree prune` spares it: it is locked."""
         entries, own = Path(git(self.root, "rev-parse", "--git-common-dir"), "worktrees"), self.root.resolve() / FOLDER
         for gitdir in (self.root / entries).glob("*/gitdir"):
             files = gitdir.with_name("commondir"), gitdir.with_name("HEAD")
