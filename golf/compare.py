@@ -24,9 +24,9 @@ def read_runs(text: str) -> list[Log]:
     for log in logs:
         if problem := unfinished(log):
             raise ValueError(f"{log.path}: {problem}; let the run finish")
-    names = [log.settings.get("run_id") or str(log.path.resolve()) for log in logs]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"{text}: run {sorted(twice)[0]} is there twice, but counts once; give each log once")
+    same = [(log.settings.get("run_id") or log.path.resolve(), log.seed, round(final(log)[0], 6)) for log in logs]
+    if twice := [name for name in same if same.count(name) > 1]:  # also as a copy, which may lack its .jsonl
+        raise ValueError(f"{text}: run {twice[0][0]} is there twice, but counts once; give each log once")
     return logs
 
 def budget(log: Log) -> str | None:

@@ -117,16 +117,15 @@ class Loop:
                 if failures == ATTEMPTS:
                     raise ValueError(f"the kept script now fails ({again.reason}); look at machine and data")
             else:
-                return self.without_luck(commit, gpu) or verdict
+                return self.seed_problem(commit, gpu) or verdict
         return Verdict(outcome.status, 0.0, outcome.reason)
 
-    def without_luck(self, commit: str, gpu: str | None) -> Verdict | None:
+    def seed_problem(self, commit: str, gpu: str | None) -> Verdict | None:
         """A candidate whose runs are equal where the incumbent's are not has chosen its seed: its noise counts as 0."""
-        ours, theirs = ({*self.scores(c, guard.hardware(gpu))} for c in (commit, self.repo.parent(commit)))
-        runs = len(self.scores(commit, guard.hardware(gpu)))
-        if runs > 1 and len(ours) == 1 and len(theirs) > 1:
-            return Verdict("invalid", 0.0, f"its {runs} runs are equal whatever the seed; SEED must decide the weights")
-        return None
+        ours, theirs = (self.scores(c, guard.hardware(gpu)) for c in (commit, self.repo.parent(commit)))
+        if len(ours) < 2 or len({*ours}) > 1 or len({*theirs}) < 2:
+            return None
+        return Verdict("invalid", 0.0, f"its {len(ours)} runs are equal whatever the seed; SEED must decide weights")
 
     def baseline(self, gpu: str | None) -> None:
         """Runs of the tip on this hardware, until its noise can be known. Raises ValueError when one fails."""

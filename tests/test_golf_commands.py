@@ -194,6 +194,8 @@ def test_compare_counts_each_run_once(logs, tmp_path, capsys):
         assert cli.main(["compare", twice, str(logs[1])]) == 2
         assert "run run1337 is there twice, but counts once" in capsys.readouterr().err
     assert cli.main(["compare", "", str(logs[1])]) == 2 and "names no log" in capsys.readouterr().err
+    gh.edit(logs[1], "run_id: run42", "run_id: run1337")  # two runs of one name, in two output folders
+    assert cli.main(["compare", f"{logs[0]},{logs[1]}", str(logs[2])]) == 0
 
 
 def test_compare_refuses_another_kind_of_score(logs, tmp_path, capsys):
