@@ -1,6 +1,7 @@
 """The SP8192 record's training: techniques against a few lines of plain PyTorch, the rest against the root script."""
 import fcntl
 import importlib.util
+import inspect
 import json
 import math
 import re
@@ -635,19 +636,38 @@ def test_hessians_that_end_after_the_cap_make_the_run_invalid(tmp_path):
     assert summary_block(result.stdout)["valid"].startswith("no")
 
 
-@pytest.mark.parametrize(("text", "part"), [
-    ('{"datasets": [{"name": "fineweb10B_sp512", "stats": {"tokens_val": 7}}]}', "val tokens, manifest.json 7"),
-    ('{"datasets": [{', "manifest.json is damaged")])
-def test_validation_tokens_that_the_manifest_does_not_know_are_refused(rec, data_here, text, part):
+@pytest.mark.parametrize(("said", "part"), [
+    ({"stats": {"tokens_val": 7}}, "manifest.json .tokens_val 7, found"),
+    ({"stats": {"bytes_val_normalised": 7}}, "manifest.json .bytes_val_normalised 7, found"),
+    ({"splits": {"val": {"first_doc": 0, "last_doc": 9}, "train": {"first_doc": 5, "last_doc": 20}}}, "overlap"),
+    ({"files": [{"name": "fineweb_val_000000.bin", "sha256": "0" * 64}]}, "is not that of manifest.json .sha256."),
+    ({"files": 7}, "manifest.json is damaged")])
+def test_validation_data_that_the_manifest_does_not_know_is_refused(rec, data_here, said, part):
     hp = tiny(rec, data_dir=data_here / "copy")
     shutil.copytree(data_here / "data", data_here / "copy")
     tables = rec.byte_tables(rec.load_tokenizer(hp))
     assert rec.load_validation(hp, tables).targets > 0
-    (data_here / "copy/manifest.json").write_text(text)
+    manifest = data_here / "copy/manifest.json"
+    manifest.write_text(json.dumps({"datasets": [{"name": "fineweb10B_sp512", **said}]}))
     with pytest.raises(rec.SetupError, match=part):
         rec.load_validation(hp, tables)
-    (data_here / "copy/manifest.json").write_text('{"datasets": [{"name": "fineweb10B_sp512"}]}')
-    assert "no manifest knows" in rec.load_validation(hp, tables).note
+    manifest.write_text('{"datasets": [{"name": "fineweb10B_sp512", "unofficial_split": true}]}')
+    note = rec.load_validation(hp, replace(tables, note="; MARK")).note
+    assert note.endswith("matches manifest: it says nothing; UNOFFICIAL SPLIT; MARK")
+
+
+@pytest.mark.parametrize("name", ["ByteTables", "byte_tables", "check_manifest", "close_settings"])
+def test_checks_of_data_and_names_are_the_root_scripts(rec, name):
+    """Written twice, since a record stands alone; what they refuse is tested with the root script."""
+    assert inspect.getsource(getattr(rec, name)) == inspect.getsource(getattr(tg, name))
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("RESUME", "auto"), ("TRANSFORM", "caseops"), ("CHECKPOINT_EVERY_SECONDS", "60")])
+def test_settings_of_the_root_script_that_must_not_be_lost_are_refused(rec, name, value):
+    with pytest.raises(rec.SetupError, match=f"{name}='{value}' is not possible with this script"):
+        rec.Hyperparameters.from_env({name: value})
+    rec.Hyperparameters.from_env({name: "0" if name.startswith("CHECK") else ""})
 
 
 def test_a_full_console_does_not_end_the_run(rec, tmp_path, monkeypatch):

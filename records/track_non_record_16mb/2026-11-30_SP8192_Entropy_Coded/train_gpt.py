@@ -82,8 +82,9 @@ def setting(default: Any, meaning: str, **bounds: float) -> Any:
 
 IGNORED_SETTINGS = (  # of the root script and of published run commands: a warning, no error
     "EMBEDDING_DIM TIE_EMBEDDINGS EMBED_LR HEAD_LR XSA_LAST_N ATTENTION_GATE MUON_ROW_NORM POLAR_EXPRESS PRECISION "
-    "MUON_BACKEND_STEPS MUON_BETA2 EMA_DECAY GPTQ_ENABLED VAL_LOSS_EVERY ROPE_TRAIN_SEQ_LEN DETERMINISTIC "
-    "CONTROL_TENSOR_NAME_PATTERNS").split()
+    "MUON_BACKEND_STEPS MUON_BETA2 EMA_DECAY GPTQ_ENABLED VAL_LOSS_EVERY ROPE_TRAIN_SEQ_LEN DETERMINISTIC COMPRESSOR "
+    "VE_ENABLED SKIP_GATES_ENABLED LN_SCALE CONTROL_TENSOR_NAME_PATTERNS").split()
+REFUSED_SETTINGS = "TRANSFORM", "RESUME", "CHECKPOINT_EVERY_SECONDS"  # of the root script; a warning is not enough
 
 # What pays with ten times the tokens of the lab's run, as published; other settings are the lab's (ABLATION.md).
 PRESETS = {"lab": {}, "8xh100": {
@@ -192,10 +193,19 @@ class Hyperparameters:
                 problems.append(f"{item.name.upper()}={raw!r} {error}")
         hp, known = cls(**PRESETS.get(values.get("preset"), {}) | values), [*map(str.upper, hints), *IGNORED_SETTINGS]
         misspelt = [f"{name} is no setting; did you mean {near[0]}? (rename or unset it)" for name in sorted(environ)
-                    if name not in known and (near := difflib.get_close_matches(name.upper(), known, 1, 0.87))]
+                    if name not in [*known, *REFUSED_SETTINGS] and (near := close_settings(name.upper(), known))]
+        misspelt += [f"{name}={environ[name]!r} is not possible with this script; unset it, or use the root script"
+                     for name in REFUSED_SETTINGS if environ.get(name, "").strip("0.")]
         if problems := misspelt + (problems or conflicts(hp)):  # conflicts need sane values
             raise SetupError("settings:\n" + "\n".join(f"  - {p}" for p in problems))
         return hp
+
+def close_settings(name: str, known: list[str]) -> list[str]:
+    """Settings that `name` may be meant for: alike on the whole, or, since short names never are, but for one slip."""
+    def slips(other: str) -> bool:
+        wrong = [pair for pair in zip(name, other) if pair[0] != pair[1]]
+        return len(name) == len(other) and (len(wrong) == 1 or (len(wrong) == 2 and wrong[0] == wrong[1][::-1]))
+    return difflib.get_close_matches(name, known, 1, 0.87) or [*filter(slips, known)]
 
 def parse_setting(raw: str, kind: Any, bounds: Mapping[str, float]) -> Any:
     """One environment value as int, float, str or one of a Literal's choices. Raises ValueError."""
@@ -409,19 +419,43 @@ def write_file(path: Path, data: bytes) -> None:
 
 # ---- Data: tokenizer bytes, shards, validation tokens, coprime-stride loader -----------------------------------------
 
-SHARD_MAGIC, SHARD_HEADER_INTS = [20240520, 1], 256
+SHARD_MAGIC, SHARD_HEADER_INTS, BOS_ID = [20240520, 1], 256, 1
 SPACE_MARKER = "\u2581"  # SentencePiece's visible space; an escape, since encoding accidents have faked scores
 
-def byte_tables(tokenizer: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each token its UTF-8 bytes, int16, whether a space leads it and whether it is a boundary, bool, (vocab,)."""
+@dataclass(frozen=True)
+class ByteTables:
+    """UTF-8 bytes of each token: `base_bytes` int16, `has_leading_space` and `is_boundary` bool, all (vocab,)."""
+    base_bytes: np.ndarray
+    has_leading_space: np.ndarray
+    is_boundary: np.ndarray
+    note: str = ""  # why a score with them compares with no other
+
+    def count(self, tokens: np.ndarray) -> int:
+        """Bytes of tokens[1:], each after its predecessor: a piece's space counts unless a boundary comes before."""
+        spaces = self.has_leading_space[tokens[1:]] & ~self.is_boundary[tokens[:-1]]
+        return int(self.base_bytes[tokens[1:]].sum(dtype=np.int64) + spaces.sum())
+
+PLAIN_TEXT = "The Quick Brown Fox, 2 Dogs & I: 'OK?'"  # the recipe's normalisation leaves it as it is
+
+def byte_tables(tokenizer: Any, transform: str = "") -> ByteTables:
+    """Tables of a SentencePiece processor. Raises SetupError when it has no piece for a lone space, or a piece that is
+    damaged or, without a transform whose bytes come from files, would be counted wrongly."""
     if tokenizer.piece_to_id(SPACE_MARKER) == tokenizer.unk_id():
         raise SetupError("the tokenizer has no piece for a space (U+2581); train it on text with spaces")
     ids = range(tokenizer.vocab_size())
     boundary = [tokenizer.is_control(i) or tokenizer.is_unknown(i) or tokenizer.is_unused(i) for i in ids]
-    pieces = ["" if boundary[i] else "x" if tokenizer.is_byte(i) else tokenizer.id_to_piece(i) for i in ids]
+    try:
+        pieces = ["" if boundary[i] else "x" if tokenizer.is_byte(i) else tokenizer.id_to_piece(i) for i in ids]
+    except UnicodeDecodeError as error:
+        raise SetupError(f"a piece of the tokenizer is damaged ({error}); fetch it again") from None
+    if (inner := [piece for piece in pieces if SPACE_MARKER in piece[1:]]) and not transform:
+        raise SetupError(f"the tokenizer's piece {inner[0]!a} has a space that is not its first character and would "
+                         "count as 3 bytes; train one whose pieces have spaces in front only")
+    changed = not transform and tokenizer.decode(tokenizer.encode(PLAIN_TEXT)) != PLAIN_TEXT
+    note = "; UNOFFICIAL TOKENIZER: it changes plain text, such as upper case" * changed
     sizes = [len(piece.removeprefix(SPACE_MARKER).encode()) for piece in pieces]
     spaces = [piece.startswith(SPACE_MARKER) for piece in pieces]
-    return np.array(sizes, np.int16), np.array(spaces), np.array(boundary)
+    return ByteTables(np.array(sizes, np.int16), np.array(spaces), np.array(boundary), note)
 
 def load_tokenizer(hp: Hyperparameters) -> Any:
     """The SentencePiece processor of this run. Raises SetupError when missing or of another size."""
@@ -462,33 +496,48 @@ class ValidationSet:
     note: str  # what the number of bytes stands for
     targets = property(lambda self: len(self.tokens) - 1)
 
-def manifest_tokens(hp: Hyperparameters) -> int | None:
-    """Validation tokens that DATA_DIR/manifest.json states for the dataset, if it does. Raises SetupError."""
-    path = Path(hp.data_dir, "manifest.json")
-    try:
-        datasets = json.loads(path.read_text("utf-8"))["datasets"] if path.is_file() else []
-        entry = next((d for d in datasets if d["name"] == hp.dataset_dir.name), {})
-        return (entry.get("stats") or {}).get("tokens_val")
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise SetupError(f"{path} is damaged ({error!r}); fetch it again or remove it") from None
-
-def load_validation(hp: Hyperparameters, tables: tuple[np.ndarray, np.ndarray, np.ndarray]) -> ValidationSet:
+def load_validation(hp: Hyperparameters, tables: ByteTables) -> ValidationSet:
     """All validation shards, joined and cut to whole sequences plus one token. Raises SetupError."""
     tokens = np.concatenate([open_shard(path) for path in find_shards(hp, "val")])
+    manifest = Path(hp.data_dir, "manifest.json")
     check_token_ids(tokens, hp.vocab_size, hp.dataset_dir)
     if len(tokens) <= hp.eval_seq_len:
         raise SetupError(f"{len(tokens)} val tokens must exceed EVAL_SEQ_LEN={hp.eval_seq_len}; fetch more")
-    if (known := manifest_tokens(hp)) not in (None, len(tokens)):
-        raise SetupError(f"{hp.dataset_dir} has {len(tokens)} val tokens, manifest.json {known}; {hp.fetch}")
     rest = (len(tokens) - 1) % hp.eval_seq_len
     used = tokens[:len(tokens) - rest]
-    base_bytes, leading_space, boundary = tables
-    spaces = leading_space[used[1:]] & ~boundary[used[:-1]]  # a piece's space counts unless a boundary comes before
-    target_bytes = int(base_bytes[used[1:]].sum(dtype=np.int64) + spaces.sum())
-    if target_bytes < 1:
+    whole = {"docs_val": int((tokens == BOS_ID).sum()), "tokens_val": len(tokens),
+             "bytes_val_normalised": tables.count(tokens)}
+    if (target_bytes := tables.count(used)) < 1:
         raise SetupError(f"the val tokens stand for {target_bytes} bytes; fetch shards and tokenizer again")
-    known = "matches manifest" if known else "no manifest knows the split"
-    return ValidationSet(used, target_bytes, f"normalised text; {rest} tail tokens not scored; {known}")
+    try:
+        datasets = json.loads(manifest.read_text("utf-8"))["datasets"] if manifest.is_file() else []
+        entry = next((dict(d) for d in datasets if d["name"] == hp.dataset_dir.name), {})
+        note = f"normalised text; {rest} tail tokens not scored; {check_manifest(hp, entry, whole)}{tables.note}"
+    except SetupError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise SetupError(f"{manifest} is damaged ({error!r}); fetch it again or remove it") from None
+    return ValidationSet(used, target_bytes, note)
+
+def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, int]) -> str:
+    """The whole validation split against the manifest, in words. Raises SetupError: such a score compares with none."""
+    stats, splits = entry.get("stats") or {}, entry.get("splits") or {}
+    if wrong := [f"{name} {stats[name]}, found {n}" for name, n in whole.items() if stats.get(name, n) != n]:
+        raise SetupError(f"{hp.dataset_dir} is not that of manifest.json ({'; '.join(wrong)}); {hp.fetch}")
+    for row in entry.get("files") or []:
+        name, digest = row["name"], row.get("sha256")
+        if name.startswith("fineweb_val_") and digest not in (
+                None, hashlib.sha256((hp.dataset_dir / name).read_bytes()).hexdigest()):
+            raise SetupError(f"{name} is not that of manifest.json (sha256); {hp.fetch}")
+    if {"val", "train"} <= {*splits}:
+        (a, b), (c, d) = ((splits[split]["first_doc"], splits[split]["last_doc"]) for split in ("val", "train"))
+        if a <= d and c <= b:
+            raise SetupError(f"val documents {a} to {b} and train documents {c} to {d} overlap; export them again")
+    note = ", ".join(f"{count} {name}" for name, count in whole.items())
+    note += f", {stats['bytes_val_source']} source bytes" if "bytes_val_source" in stats else ""
+    known = "yes" if {*whole} <= {*stats} else "as far as it says" if {*whole} & {*stats} else "it says nothing"
+    unofficial = "; UNOFFICIAL SPLIT" * bool(entry.get("unofficial_split"))
+    return f"whole split: {note}; matches manifest: {known}{unofficial}"
 
 class CoprimeLoader:
     """The recipe's data order, alike on all ranks and in each new loader: each draw mixes windows of many shards."""
@@ -1462,13 +1511,14 @@ def plain_rounding(columns: int, device: torch.device) -> HessianFactor:
     return HessianFactor(torch.eye(columns, device=device), order, order < 0, full=False)
 
 def factor_hessian(hessian: Tensor) -> HessianFactor:
-    """Factor of a (C, C) fp32 Hessian, damped, if need be more; plain rounding when that does not help."""
+    """Factor of a (C, C) fp32 Hessian, damped, if need be more; plain rounding when that does not help or no input was
+    seen."""
     hessian = hessian.float().clone()
     diagonal = hessian.diagonal()
     dead = diagonal == 0
     diagonal[dead] = 1.0
     mean, before = diagonal.mean(), diagonal.clone()
-    for damping in GPTQ_DAMPING:
+    for damping in () if bool(dead.all()) else GPTQ_DAMPING:
         diagonal.copy_(before + damping * mean)
         order = diagonal.argsort(descending=True)
         with contextlib.suppress(torch.linalg.LinAlgError):
@@ -1931,8 +1981,8 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             octaves = guess if low < guess < high else (max(low, finest) + high) / 2
         else:
             octaves = high if high in data else max(data)  # the finest that fits, else the coarsest
-            self.log(f"WARNING: no steps end within {BUDGET_MARGIN} bytes of TARGET_TOTAL_BYTES={target}; the nearest "
-                     f"have a factor of {2**octaves:.4f}")
+            self.log(f"WARNING: no steps end within {BUDGET_MARGIN} bytes of TARGET_TOTAL_BYTES={target}; a factor of "
+                     f"{2**octaves:.4f} makes {len(data[octaves]) + len(self.source)} bytes")
         self.results["step_factor"] = 2**octaves
         return data[octaves]
 
