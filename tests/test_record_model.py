@@ -656,7 +656,7 @@ def test_validation_data_that_the_manifest_does_not_know_is_refused(rec, data_he
     assert note.endswith("matches manifest: it says nothing; UNOFFICIAL SPLIT; MARK")
 
 
-@pytest.mark.parametrize("name", ["ByteTables", "byte_tables", "check_manifest", "close_settings"])
+@pytest.mark.parametrize("name", ["ByteTables", "byte_tables", "check_manifest", "close_settings", "read_ranks"])
 def test_checks_of_data_and_names_are_the_root_scripts(rec, name):
     """Written twice, since a record stands alone; what they refuse is tested with the root script."""
     assert inspect.getsource(getattr(rec, name)) == inspect.getsource(getattr(tg, name))

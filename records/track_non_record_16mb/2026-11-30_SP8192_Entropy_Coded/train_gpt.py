@@ -347,10 +347,20 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
         return wanted == "1", f"COMPILE={wanted} on {device.type}"
     return triton is not None, "CUDA and Triton" if triton else "WARNING: slow eager mode, no Triton"
 
+def read_ranks(environ: Mapping[str, str]) -> tuple[int, int, int]:
+    """torchrun's rank, number of ranks and rank on this machine. Raises SetupError when others set them."""
+    try:
+        rank, size, local = (int(environ.get(*item)) for item in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    except ValueError as error:
+        raise SetupError(f"RANK, WORLD_SIZE and LOCAL_RANK are torchrun's ({error}); unset them") from None
+    if size > 1 and "MASTER_ADDR" not in environ:
+        raise SetupError(f"WORLD_SIZE={size} without MASTER_ADDR; start with torchrun, or unset WORLD_SIZE")
+    return rank, size, local
+
 def join_world(hp: Hyperparameters, environ: Mapping[str, str]) -> World:
     """Reads torchrun's variables, picks the device and joins the process group when there are several ranks."""
-    rank, size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
-    device = choose_device(hp.device, int(environ.get("LOCAL_RANK", 0)))
+    rank, size, local_rank = read_ranks(environ)
+    device = choose_device(hp.device, local_rank)
     gpu = device if device.type == "cuda" else None
     if gpu:
         torch.cuda.set_device(gpu)
@@ -1831,7 +1841,7 @@ class Run:
         self.run_id, self.output = hp.run_id or os.urandom(16).hex(), Path(hp.output_dir)
         self.logs, self.artifact = self.output / "logs", self.output / "final_model.int6.ptz"
         self.results, self.failure, self.written = {}, None, None
-        self.plan = plan_batches(hp, int(environ.get("WORLD_SIZE", 1)))
+        self.plan = plan_batches(hp, read_ranks(environ)[1])
         self.val = load_validation(hp, byte_tables(load_tokenizer(hp)))
         self.train_paths = [] if hp.eval_only else find_shards(hp, "train")
         if hp.eval_only and not Path(hp.eval_only).is_file():
