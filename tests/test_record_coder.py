@@ -90,7 +90,8 @@ def test_an_artifact_reads_back_exactly(matrices, raw, seed):
         tensors |= codes_tensors(f"m{i}", fill(kind, shape, largest, rng), rng)
     for i, size in enumerate(raw):
         tensors[f"r{i}"] = torch.from_numpy(rng.integers(-2**15, 2**15, size).astype(np.int16)).view(torch.bfloat16)
-    found = rec.unpack_artifact(rec.pack_artifact(tensors), LIMIT)
+    found, settings = rec.unpack_artifact(rec.pack_artifact(tensors, {"rope_dims": "16"}), LIMIT)
+    assert settings == {"rope_dims": "16"}
     assert list(found) == list(tensors)
     assert_same(found, tensors)
 
@@ -196,6 +197,16 @@ def test_a_head_that_lies_is_refused_within_bounded_memory(change):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**26
+
+
+@pytest.mark.parametrize("settings", [b"[1]", b"7", b"{", b'"a"'])
+def test_settings_that_are_none_are_refused(settings):
+    data = rec.pack_artifact(example())
+    begin = len(rec.MAGIC) + 4
+    end = begin + int.from_bytes(data[begin - 4:begin], "little")
+    text, _, tables = zlib.decompress(data[begin:end]).split(b"\n", 2)
+    packed = zlib.compress(b"\n".join([text, settings, tables]))
+    assert_damaged(rec.MAGIC + len(packed).to_bytes(4, "little") + packed + data[end:])
 
 
 def test_a_head_that_unpacks_to_gigabytes_is_refused_within_bounded_memory():
@@ -363,7 +374,7 @@ def test_two_ranks_write_what_one_writes_but_for_the_order_of_sums(tmp_path):
     two = run_script(folders[2], script=SCRIPT, run_id="r", **{**shared, "micro_batch_tokens": "128"}, launcher=(
         "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
     assert one.returncode == two.returncode == 0, one.stderr + two.stderr
-    tensors = [rec.unpack_artifact((folder / "final_model.int6.ptz").read_bytes(), LIMIT)
+    tensors = [rec.unpack_artifact((folder / "final_model.int6.ptz").read_bytes(), LIMIT)[0]
                for folder in folders.values()]
     assert tensors[0].keys() == tensors[1].keys()
     for name in [key.removesuffix(".q") for key in tensors[0] if key.endswith(".q")]:

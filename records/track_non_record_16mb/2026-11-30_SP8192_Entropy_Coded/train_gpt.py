@@ -1642,7 +1642,7 @@ def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog
 
 # ---- Artifact: an entropy coder that knows each row's and column's spread --------------------------------------------
 
-MAGIC = b"EC16\x02"
+MAGIC = b"EC16\x03"
 LARGEST_HEAD = 2**20  # bytes; a few kilobytes can unpack to many gigabytes
 LANES = 512  # coders side by side, so that numpy works on arrays
 PRECISION = 14  # bits of a probability
@@ -1732,10 +1732,15 @@ def seal(body: bytes, tensors: Mapping[str, Tensor]) -> bytes:
         digest.update(t.view(torch.int16 if t.dtype == torch.bfloat16 else t.dtype).numpy().tobytes())
     return digest.digest()
 
-def pack_artifact(tensors: Mapping[str, Tensor]) -> bytes:
-    """Magic; the head, zlib of a line of JSON and both streams' tables; the side stream; the codes; the seal.
+def forward_settings(hp: Hyperparameters) -> dict[str, str]:
+    """Settings that no shape in the artifact tells, and with other values of which it would score otherwise."""
+    names = "rope_dims rope_base logit_softcap train_seq_len ve_layers" + " loop_layers loop_repeats" * hp.loops
+    return {name: str(getattr(hp, name)) for name in names.split()}
+
+def pack_artifact(tensors: Mapping[str, Tensor], settings: Mapping[str, str] | None = None) -> bytes:
+    """Magic; the head, zlib of two lines of JSON and both streams' tables; the side stream; the codes; the seal.
     Lengths are u32. The head has [name, shape] of each tensor and, of codes, the centres of what the side stream says
-    of rows and columns, and the step."""
+    of rows and columns, and the step; then the settings."""
     entries, side, codes, classes = [], [], [], []
     for key, t in tensors.items():
         if key.endswith(".q"):
@@ -1750,14 +1755,14 @@ def pack_artifact(tensors: Mapping[str, Tensor]) -> bytes:
             side += [*t.contiguous().view(torch.int16).numpy().reshape(-1, 1).view(np.uint8).T.copy()]
     streams = (join(side), plan_side(entries)[0], SIDE_TABLES), (join(codes), join(classes), CLASSES)
     freqs = [frequencies(*stream) for stream in streams]
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    head = zlib.compress(text + b"\n" + np.concatenate(freqs).astype("<u2").tobytes(), 9)
+    text = "".join(json.dumps(part, separators=(",", ":")) + "\n" for part in (entries, settings or {})).encode()
+    head = zlib.compress(text + np.concatenate(freqs).astype("<u2").tobytes(), 9)
     side_data, code_data = (rans_encode(*stream[:2], table) for stream, table in zip(streams, freqs))
     body = b"".join([MAGIC, *(len(part).to_bytes(4, "little") + part for part in (head, side_data)), code_data])
     return body + seal(body, tensors)
 
-def read_head(data: bytes, limit: int) -> tuple[list[list[Any]], np.ndarray, bytes, bytes]:
-    """Entries, checked and of tensors of at most `limit` bytes, the tables, side stream and codes. Or ValueError."""
+def read_head(data: bytes, limit: int) -> tuple[list[list[Any]], dict[str, str], np.ndarray, bytes, bytes]:
+    """Entries, checked and of tensors of at most `limit` bytes, settings, tables, side stream and codes; ValueError."""
     parts, position = [], len(MAGIC)
     for _ in range(2):
         end = position + 4 + int.from_bytes(data[position:position + 4], "little")
@@ -1766,24 +1771,27 @@ def read_head(data: bytes, limit: int) -> tuple[list[list[Any]], np.ndarray, byt
     if not data.startswith(MAGIC) or position > len(data):
         raise ValueError("it does not start as one, or is cut off")
     codec = zlib.decompressobj()
-    text, _, tables = codec.decompress(parts[0], LARGEST_HEAD).partition(b"\n")
-    entries, freqs = json.loads(text), np.frombuffer(tables, "<u2").reshape(-1, 256).astype(np.uint32)
+    text, settings, tables = codec.decompress(parts[0], LARGEST_HEAD).split(b"\n", 2)
+    entries, settings = json.loads(text), json.loads(settings)
+    freqs = np.frombuffer(tables, "<u2").reshape(-1, 256).astype(np.uint32)
     for name, shape, *coded in entries:
         numbers = all(type(n) is int for n in (*shape, *coded)) and min(shape, default=0) >= 0
         if not (isinstance(name, str) and numbers and len(coded) in (0, 3)
                 and (not coded or (len(shape) == 2 and 0 not in shape and max(map(abs, coded)) < 2**15))):
             raise ValueError(f"no tensor is {name!r} with {coded} and shape {shape}")
+    if not isinstance(settings, dict):
+        raise ValueError("its settings are no object")
     if not codec.eof or sum(2 * math.prod(shape) + sum(shape) for _, shape, *_ in entries) > limit:
         raise ValueError(f"its tensors have over {limit} bytes")
     if (freqs.sum(1) != 2**PRECISION).any():
         raise ValueError("its tables do not sum to one")
-    return entries, freqs, parts[1], data[position:]
+    return entries, settings, freqs, parts[1], data[position:]
 
-def unpack_artifact(data: bytes, limit: int) -> dict[str, Tensor]:
-    """What was packed, tensors of at most `limit` bytes, or ArtifactError. Nothing in an artifact is run."""
+def unpack_artifact(data: bytes, limit: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What was packed, tensors of at most `limit` bytes and settings, or ArtifactError. Nothing in it is run."""
     try:
         body = data[:-hashlib.sha256().digest_size]
-        entries, freqs, side_data, code_data = read_head(body, limit)
+        entries, settings, freqs, side_data, code_data = read_head(body, limit)
         if len(freqs) != SIDE_TABLES + CLASSES:
             raise ValueError("its tables are not those of its tensors")
         side_tables, ends = plan_side(entries)
@@ -1804,7 +1812,7 @@ def unpack_artifact(data: bytes, limit: int) -> dict[str, Tensor]:
             t.copy_(part.view_as(t))
         if body + seal(body, tensors) != data:
             raise ValueError("it is not what was written")
-        return tensors
+        return tensors, settings
     except Exception as error:  # noqa: BLE001 - damaged bytes fail in many ways that mean the same
         raise ArtifactError(f"it is no artifact, or damaged ({type(error).__name__}: {first_line(error)})") from None
 
@@ -1978,7 +1986,7 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             began, factor = time.perf_counter(), 2**octaves
             tensors = quantizer(factor)
             packing = time.perf_counter()
-            data[octaves] = pack_artifact(tensors) if self.world.is_main else b""
+            data[octaves] = pack_artifact(tensors, forward_settings(self.hp)) if self.world.is_main else b""
             total = self.world.broadcast_object(len(data[octaves])) + len(self.source)
             self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s "
                      f"steps x {factor:.4f}: {total} bytes in all")
@@ -2031,7 +2039,11 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         try:
             state = self.model.state_dict()
             limit = 8 * sum(t.numel() for t in state.values()) + 2**22  # twice what fp32 weights need
-            self.model.load_state_dict(dequantize(unpack_artifact(data, limit), state))
+            tensors, settings = unpack_artifact(data, limit)
+            self.model.load_state_dict(dequantize(tensors, state))
+            ours = forward_settings(self.hp)
+            if other := [f"{name.upper()}={value}" for name, value in settings.items() if ours.get(name) != value]:
+                raise ArtifactError(f"it was trained with {' '.join(other[:9])}; set that")
         except ArtifactError as error:
             raise ArtifactError(f"{path} cannot be scored: {error}") from None
         total = len(self.source) + len(data)
