@@ -596,7 +596,7 @@ def test_artifact_scores_alone_as_after_training(runs):
 
 @pytest.mark.parametrize(("changes", "part"), [
     ({"rope_dims": 8}, "it was trained with ROPE_DIMS=4; set that"), ({"logit_softcap": 5}, "LOGIT_SOFTCAP=30.0"),
-    ({"ve_layers": "0,2"}, "VE_LAYERS="), ({"loop_repeats": 1}, "LOOP_REPEATS=2")])
+    ({"ve_layers": "0,2"}, "VE_LAYERS="), ({"loop_layers": "0-1"}, "LOOP_LAYERS=1-2")])
 def test_an_artifact_is_not_scored_with_settings_that_make_another_model_of_its_weights(runs, changes, part):
     changed = {**WIDE, "run_id": f"other_{next(iter(changes))}", **changes}
     refused = run_script(runs["wide"][0], script=SCRIPT, **changed, eval_only="final_model.int6.ptz")
