@@ -534,11 +534,10 @@ def check_manifest(hp: Hyperparameters, entry: dict[str, Any], whole: dict[str, 
     stats, splits = entry.get("stats") or {}, entry.get("splits") or {}
     if wrong := [f"{name} {stats[name]}, found {n}" for name, n in whole.items() if stats.get(name, n) != n]:
         raise SetupError(f"{hp.dataset_dir} is not that of manifest.json ({'; '.join(wrong)}); {hp.fetch}")
-    for row in entry.get("files") or []:
-        name, digest = row["name"], row.get("sha256")
-        if name.startswith("fineweb_val_") and digest not in (
-                None, hashlib.sha256((hp.dataset_dir / name).read_bytes()).hexdigest()):
-            raise SetupError(f"{name} is not that of manifest.json (sha256); {hp.fetch}")
+    listed = {row["name"]: row.get("sha256") for row in entry.get("files") or []}
+    for path in hp.dataset_dir.glob("fineweb_val_*.bin"):
+        if listed.get(path.name) not in (None, hashlib.sha256(path.read_bytes()).hexdigest()):
+            raise SetupError(f"{path.name} is not that of manifest.json (sha256); {hp.fetch}")
     if {"val", "train"} <= {*splits}:
         (a, b), (c, d) = ((splits[split]["first_doc"], splits[split]["last_doc"]) for split in ("val", "train"))
         if a <= d and c <= b:
