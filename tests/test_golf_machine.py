@@ -65,7 +65,7 @@ def test_slow_machine_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "read_mb_s", lambda _paths, _seconds: 12.0)
     products, disk = machine.check_speed(1, settings(data_dir=data))
     assert (products.verdict, disk.verdict) == ("warn", "warn")
-    assert "410 TFLOP/s" in products.value and "reference: 700" in products.value and "local disk" in disk.remedy
+    assert "410 TFLOP/s" in products.value and "reference: 630" in products.value and "local disk" in disk.remedy
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +139,16 @@ def test_projections_over_the_limits_are_flagged(tmp_path):
     assert found["Hessians"].verdict == "warn" and "GPTQ_RESERVE_SECONDS=33" in found["Hessians"].remedy
     assert found["evaluation time"].verdict == "warn" and "1,000 s" in found["evaluation time"].value
     assert found["size"].verdict == "fail" and found["training"].verdict == "warn" and found["GPTQ"].verdict == "warn"
+    assert "bpb" not in found["size"].remedy
+
+
+@pytest.mark.parametrize(("target", "verdict"), [(15_990_000, "warn"), (0, "fail"), (17_000_000, "fail")])
+def test_scripts_that_fit_the_size_by_themselves_are_warned(tmp_path, target, verdict):
+    rule = "=" * 100
+    head = f"{rule}\nHyperparameters:\n  target_total_bytes: {target}\nprint(1)\n{rule}\nRunning Python 3.12\n{rule}\n"
+    (tmp_path / "a.txt").write_text(head + LOG, encoding="utf-8")
+    size = {f.check: f for f in machine.judge(tmp_path / "a.txt", 1000, 10_000, {})}["size"]
+    assert size.verdict == verdict and ("down to 15,990,000 bytes cost bpb" in size.remedy) == (verdict == "warn")
 
 
 def test_command_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
