@@ -1384,6 +1384,7 @@ class Trainer:
         size = (self.plan.micro_sequences, self.hp.train_seq_len)
         self.inputs, self.targets = (torch.zeros(size, dtype=torch.int64, device=self.world.device) for _ in range(2))
         self.loss = torch.zeros((), device=self.world.device)  # the mean over a step's micro-batches
+        self.parts = 1  # of a micro-batch, one after the other
         self.run_micro_batch = self.micro_batch
 
     @contextlib.contextmanager
@@ -1418,9 +1419,36 @@ class Trainer:
 
     def micro_batch(self) -> None:
         """Forward and backward of what is in `inputs` and `targets`; adds to the loss and the gradients."""
-        loss = self.loss_function(self.inputs, self.targets) / self.plan.grad_accum_steps
-        self.gradients.add(loss)
-        self.loss += loss.detach()
+        for ids, targets in zip(self.inputs.chunk(self.parts), self.targets.chunk(self.parts)):
+            loss = self.loss_function(ids, targets) / (self.plan.grad_accum_steps * self.parts)
+            self.gradients.add(loss)
+            self.loss += loss.detach()
+
+    def fit_memory(self) -> None:
+        """Runs a micro-batch, in ever more parts until it fits into the memory of every rank; the data order stays.
+        Raises SetupError when MICRO_BATCH_TOKENS was set or one sequence is too much."""
+        while True:
+            problem = self.try_micro_batch()
+            if not any(failed for failed, in self.world.gather([bool(problem)])):  # nobody waited for anyone before
+                return
+            problem, whole, tokens = problem or "another rank is out of memory", len(self.inputs), self.inputs.numel()
+            cuts = [n for n in range(2 * self.parts, whole + 1) if whole % n == 0]
+            if self.hp.micro_batch_tokens or not cuts:
+                remedy = f"one of {[tokens // n for n in cuts]}" if cuts else "less, with a shorter TRAIN_SEQ_LEN"
+                raise SetupError(f"{problem}; set MICRO_BATCH_TOKENS to {remedy}")
+            self.parts = cuts[0]
+            self.log(f"WARNING: {problem}; a micro-batch of {tokens} tokens runs in {self.parts} parts from now on "
+                     f"(MICRO_BATCH_TOKENS={tokens // self.parts} does too, with another data order)")
+            torch.cuda.empty_cache()
+
+    def try_micro_batch(self) -> str:
+        """What went wrong when memory did not suffice, else nothing."""
+        try:
+            self.micro_batch()
+            synchronize(self.world.device)
+        except torch.OutOfMemoryError as error:
+            return first_line(error)
+        return ""
 
     def record_graph(self) -> None:
         """On a GPU, makes one launch of the micro-batch's several hundred: the gaps between kernels shrink."""
@@ -1435,6 +1463,8 @@ class Trainer:
     def warm_up(self) -> None:
         """Compiles and settles all on real shapes, then puts weights, optimizers and clock back to their start."""
         steps, before = self.hp.warmup_steps, {name: t.clone() for name, t in self.model.state_dict().items()}
+        if steps:
+            self.fit_memory()
         with self.on_the_clock() as data:
             for step in range(1, steps + 1):
                 self._agree(self.step(data, step - 1, 1.0), f"warm-up step {step}")
@@ -2025,12 +2055,11 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             self.log(f"gptq:reserving {hp.gptq_reserve_seconds:g}s, effective={1000 * hp.train_cap_seconds:.0f}ms")
         try:
             trainer.warm_up()
+            self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step, with compile and warm-up")
+            self.average = trainer.fit()
         except torch.OutOfMemoryError as error:
-            micro, reason = self.plan.micro_sequences, first_line(error)
-            fits = [n * hp.train_seq_len for n in range(1, micro) if micro % n == 0]
-            raise SetupError(f"{reason}; set MICRO_BATCH_TOKENS to one of {fits}") from None
-        self.log(f"startup: {time.perf_counter() - self.began:.1f}s to the first step, with compile and warm-up")
-        self.average = trainer.fit()
+            raise SetupError(f"{first_line(error)}; lower MICRO_BATCH_TOKENS, now {trainer.inputs.numel()}, or "
+                             f"VAL_BATCH_TOKENS={hp.val_batch_tokens}") from None
         steps, tokens, seconds = trainer.steps_done, trainer.steps_done * hp.train_batch_tokens, trainer.clock.seconds
         self.raw = {name: t.clone() for name, t in self.model.state_dict().items()}
         self.average.copy_to_model()

@@ -170,13 +170,30 @@ def make_trainer(hp, state, tmp_path, tables):
     return tg.Trainer(model, evaluator, tg.find_shards(hp, "train"), log, tg.newton_schulz)
 
 
-def test_six_step_training_trace(data_here, tables):
+def limit_memory(trainer, sequences):
+    """As on a GPU whose memory holds so many sequences."""
+    whole = trainer.loss_function
+
+    def limited(ids, *rest):
+        if len(ids) > sequences:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.\nMore about it")
+        return whole(ids, *rest)
+
+    trainer.loss_function = limited
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_six_step_training_trace(data_here, tables, parts):
+    """Also in parts, when memory is short."""
     case = golden_json("train_trace.json")
     hp = settings(iterations=6, max_wallclock_seconds=0, warmup_steps=2, train_log_every=1, val_loss_every=0,
                   muon_momentum_warmup_steps=4)
     trainer = make_trainer(hp, golden_tensors("train_trace_start.npz"), data_here, tables)
     assert trainer.plan.grad_accum_steps == case["settings"]["grad_accum_steps"]
+    limit_memory(trainer, trainer.plan.micro_sequences // parts)
     trainer.warm_up()
+    warning = "WARNING: CUDA out of memory. Tried to allocate 8.00 GiB.; a micro-batch of 128 tokens runs in 2 parts"
+    assert trainer.parts == parts and (data_here / "trace.txt").read_text().count(warning) == parts - 1
     ema = trainer.fit()
     records = [json.loads(line) for line in (data_here / "trace.jsonl").read_text().splitlines()]
     losses = [r["train_loss"] for r in records if r["type"] == "step"]
@@ -190,6 +207,27 @@ def test_six_step_training_trace(data_here, tables):
     average = trainer.evaluator.full()
     assert abs(average.val_loss - case["ema_val_loss"]) <= 6e-7
     assert abs(average.val_bpb - case["ema_val_bpb"]) <= 6e-7
+
+
+@pytest.mark.parametrize(("changes", "sequences", "remedy"), [
+    ({"train_batch_tokens": 4096, "micro_batch_tokens": 512}, 2, r"to one of \[256, 128, 64\]"),
+    ({"train_batch_tokens": 3072}, 0, "to less, with a shorter TRAIN_SEQ_LEN")])
+def test_memory_that_never_suffices_is_said(data_here, tables, changes, sequences, remedy):
+    trainer = make_trainer(settings(**changes), golden_tensors("train_trace_start.npz"), data_here, tables)
+    limit_memory(trainer, sequences)
+    with pytest.raises(tg.SetupError, match="^CUDA out of memory. Tried to allocate 8.00 GiB.; set MICRO_BATCH_TOKENS "
+                                            + remedy):
+        trainer.warm_up()
+    assert trainer.parts == (1 if "micro_batch_tokens" in changes else 6)
+
+
+def test_all_ranks_cut_alike(data_here, tables, monkeypatch):
+    """The other rank of two has room for a third of a micro-batch; the parts at least double each time."""
+    state = golden_tensors("train_trace_start.npz")
+    trainer = make_trainer(settings(train_batch_tokens=3072), state, data_here, tables)
+    monkeypatch.setattr(tg.World, "gather", lambda _self, mine: [mine, [float(trainer.parts < 3)]])
+    trainer.fit_memory()
+    assert trainer.parts == 6 and "WARNING: another rank is out of memory" in (data_here / "trace.txt").read_text()
 
 
 # -- quantisation and artifact -----------------------------------------------------------------------------------------
