@@ -72,8 +72,9 @@ class ArtifactError(RunError, ValueError):
 def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
-EXIT_CODES = """Exit codes: 0 fine, 1 unexpected error, 2 settings, data or machine, 3 loss not finite, 4 over the size
-cap, 5 training data used after the cap, 6 artifact unreadable, 130 interrupted. (torchrun exits 1 and lists them.)"""
+EXIT_CODES = """Exit codes: 0 fine, 1 unexpected error, 2 settings, data or machine, 3 loss or weights diverged,
+4 over the size cap, 5 training data used after the cap, 6 artifact unreadable, 130 interrupted. (torchrun exits 1 and
+lists them.)"""
 
 # ---- Settings --------------------------------------------------------------------------------------------------------
 
@@ -141,22 +142,22 @@ class Hyperparameters:
     qk_gain_init: float = setting(4.0, "initial gain on normed queries")
     tied_embed_init_std: float = setting(0.005, "initial deviation of the tied token table", above=0)
     # optimizers
-    embed_lr: float = setting(0.6, "rate of the tables, untied", least=0, most=1e30)
-    head_lr: float = setting(0.008, "rate of the output head, untied", least=0, most=1e30)
-    tied_embed_lr: float = setting(0.03, "rate of the tables, tied", least=0, most=1e30)
-    matrix_lr: float = setting(0.02, "Muon's rate", least=0, most=1e30)
-    scalar_lr: float = setting(0.02, "rate of gains, gates and scales", least=0, most=1e30)
+    embed_lr: float = setting(0.6, "learning rate of the tables, untied", least=0, most=1e30)
+    head_lr: float = setting(0.008, "learning rate of the output head, untied", least=0, most=1e30)
+    tied_embed_lr: float = setting(0.03, "learning rate of the tables, tied", least=0, most=1e30)
+    matrix_lr: float = setting(0.02, "Muon's learning rate", least=0, most=1e30)
+    scalar_lr: float = setting(0.02, "learning rate of gains, gates and scales", least=0, most=1e30)
     muon_momentum: float = setting(0.99, "Muon's momentum after its warm-up", least=0, below=1)
     muon_backend_steps: int = setting(5, "Newton-Schulz iterations", above=0)
     muon_momentum_warmup_start: float = setting(0.92, "Muon's momentum at step 0", least=0, below=1)
     muon_momentum_warmup_steps: int = setting(1500, "steps until Muon's full momentum", least=0)
-    beta1: float = setting(0.9, "AdamW", least=0, below=1)
-    beta2: float = setting(0.95, "AdamW", least=0, below=1)
-    adam_eps: float = setting(1e-8, "AdamW", above=0)
+    beta1: float = setting(0.9, "AdamW\'s beta1", least=0, below=1)
+    beta2: float = setting(0.95, "AdamW\'s beta2", least=0, below=1)
+    adam_eps: float = setting(1e-8, "AdamW\'s epsilon", above=0)
     grad_clip_norm: float = setting(0.3, "largest 2-norm of the whole gradient (0: no clipping)", least=0)
-    adam_wd: float = setting(0.02, "decay of gains, gates and scales", least=0)
-    muon_wd: float = setting(0.085, "decay of Muon's matrices: the dial of the artifact's size", least=0)
-    embed_wd: float = setting(0.085, "decay of the tables", least=0)
+    adam_wd: float = setting(0.02, "weight decay of gains, gates and scales", least=0)
+    muon_wd: float = setting(0.085, "weight decay of Muon's matrices: the dial of the artifact's size", least=0)
+    embed_wd: float = setting(0.085, "weight decay of the tables", least=0)
     ema_decay: float = setting(0.997, "average of the weights that is quantised", least=0, below=1)
     # quantisation and artifact
     compressor: Literal["brotli", "lzma"] = setting("brotli", "brotli quality 11 or lzma preset 6")
@@ -300,7 +301,10 @@ class World:
         host, done = torch.empty((), dtype=scalar.dtype, pin_memory=True), torch.cuda.Event()
         host.copy_(scalar, non_blocking=True)
         done.record()
-        return lambda: float((done.synchronize(), host)[1])
+        def wait() -> float:
+            done.synchronize()
+            return float(host)
+        return wait
 
     def gather_stacked(self, part: Tensor) -> tuple[Tensor, Any]:
         """All ranks' equal parts, stacked along the first dimension, and the work to wait for (None with one rank)."""
@@ -377,7 +381,7 @@ def join_world(hp: Hyperparameters, environ: Mapping[str, str]) -> World:
     if gpu:
         torch.cuda.set_device(gpu)
     if size > 1:
-        # Half an hour: the longest wait is for rank 0's compression, measured 47 to 117 s a try, 6 tries at most.
+        # Half an hour: the longest wait is for rank 0's compression, at most 6 tries of 76 to 116 s.
         dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(minutes=30), device_id=gpu)
     control, saver = (dist.new_group(), dist.new_group(backend="gloo")) if size > 1 else (None, None)
     return World(rank, size, device, control, torch.cuda.Stream(gpu) if gpu else None, saver)
@@ -602,6 +606,8 @@ def draw_walk(rng: np.random.Generator, tokens: int, seq_len: int) -> tuple[int,
         stride = int(rng.integers(1, blocks))
     return blocks, (phase + seq_len * ((start + i * stride) % blocks) for i in range(blocks))
 
+MIX_RAMP_DRAWS = 1800  # the recipe's: over these the mix of shards widens and their weights even out
+
 class CoprimeLoader:
     """The recipe's data order, alike on all ranks and in each new loader: each draw mixes windows of many shards."""
     def __init__(self, paths: list[Path], seq_len: int, draw_windows: int, rank: int = 0, world_size: int = 1,
@@ -619,7 +625,7 @@ class CoprimeLoader:
 
     def next_windows(self) -> list[tuple[int, int]]:
         """(shard, first token) of all ranks' windows of the next draw."""
-        progress = min(self.draws / 1800, 1.0)  # over these draws, more even weights and a wider mix
+        progress = min(self.draws / MIX_RAMP_DRAWS, 1.0)
         self.draws += 1
         weights = np.maximum([*self.blocks_left.values()], 1.0) ** (0.90 - 0.40 * progress)
         shards, p = list(self.blocks_left), weights / weights.sum()
@@ -725,7 +731,7 @@ def largest_error(function: Callable[..., Any], twin: Callable[..., Any], inputs
         results.append([t.detach().float() for t in (*outs, *gradients)])
     return float(torch.stack([(ours - twins).norm() / twins.norm() for ours, twins in zip(*results)]).max())
 
-def is_hopper(device: torch.device) -> bool:
+def hopper_or_newer(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> tuple[AttentionFunction, str]:
@@ -736,7 +742,7 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
     inputs = random_inputs(device, dtype, (2, 96, hp.num_heads, hp.head_dim), kv_shape, kv_shape)
     for name in [hp.attention] if forced else ["fa3", "cudnn", "flash", "math"]:
         try:
-            if name == "cudnn" and not (device.type == "cuda" if forced else is_hopper(device)):
+            if name == "cudnn" and not (device.type == "cuda" if forced else hopper_or_newer(device)):
                 raise RuntimeError("needs a CUDA GPU; slower than flash before Hopper")
             if name != "fa3":
                 use_sdpa_backend(name)
@@ -778,7 +784,7 @@ def rope_tables(hp: Hyperparameters, length: int, device: torch.device, dtype: t
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first dims of each head as halves (a, b); x (B, T, H, D)."""
+    """Rotary embedding (Su et al. 2021) of the first dims of each head, as halves (a, b); x (B, T, H, D)."""
     half = cos.size(-1)
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
     return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
@@ -852,7 +858,8 @@ class SplitQKV(torch.autograd.Function):
         return dqkv, dv.flatten(2) if ctx.has_value else None, dgain.sum(0), None, None, None
 
 def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
-    """XSA: drops from each head's output (B, T, H, D) its part along the value (B, T, KV, D) at the same position."""
+    """XSA (Zhai 2026, arXiv:2603.09078): drops from each head's output (B, T, H, D) its part along the value
+    (B, T, KV, D) at the same position."""
     direction = F.normalize(v, dim=-1).unsqueeze(3)
     grouped = y.unflatten(2, (v.size(2), -1))
     return (grouped - (grouped * direction).sum(-1, keepdim=True) * direction).flatten(2, 3)
@@ -981,8 +988,9 @@ def choose_operations(hp: Hyperparameters, attend: AttentionFunction, device: to
     """The Triton kernels on Hopper or newer GPUs in bf16, else plain PyTorch, and why; KERNELS=1 insists."""
     plain, fused = Operations(attend), Operations(attend, SplitQKV.apply, mlp_fused, head_losses_fused)
     widths = hp.model_dim, int(hp.mlp_mult * hp.model_dim)
-    needs = {"CUDA and Triton": triton is not None and device.type == "cuda", "Hopper or newer": is_hopper(device),
-             "bf16": dtype == torch.bfloat16, f"widths in eights, not {widths}": not any(w % 8 for w in widths)}
+    needs = {"CUDA and Triton": triton is not None and device.type == "cuda",
+             "Hopper or newer": hopper_or_newer(device), "bf16": dtype == torch.bfloat16,
+             f"widths in eights, not {widths}": not any(w % 8 for w in widths)}
     refused = [f"need {need}" for need, met in needs.items() if not met]
     if hp.kernels == "0":
         return plain, "0 (KERNELS=0)"
@@ -1357,7 +1365,7 @@ class Gradients:
         for _, group in self.groups:
             torch._foreach_add_([p.grad for p in group], [found[p] for p in group])
     def average(self, world: World) -> None:
-        """Mean over ranks: one all-reduce per dtype (137 MB at full size)."""
+        """Mean over ranks: one all-reduce per dtype (127 MB in fp32 and 5 MB in bf16 at full size)."""
         for flat, _ in self.groups:
             world.sum(flat.div_(world.size))
     def clip(self, largest_norm: float) -> None:
@@ -1818,15 +1826,15 @@ def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog
 
 # ---- Artifact --------------------------------------------------------------------------------------------------------
 
-SHUFFLE_MAGIC = b"BSHF\x02"  # 2: how many apart the bytes are that come to lie side by side
+SHUFFLE_MAGIC = b"BSHF\x02"  # 2 is the stride: bytes that far apart are put side by side
 XZ_MAGIC = b"\xfd7zXZ\x00"
 LARGEST_UNPACKED = 2**30  # bytes; a few kilobytes can unpack to many gigabytes
 BYTES_PER_WEIGHT = {"int6": 0.42, "int8": 0.88, "passthrough": 1.8, "passthrough_ctrl": 3.6}  # in published runs
 
-# Packed bytes over `content_bytes` at the least: 0.983 to 1.009 were seen at the full size; lzma's is learnt.
+# Least ratio of packed bytes to `content_bytes` (0.983 to 1.009 seen at full size); lzma's comes from the first try.
 PACKED_RATIO = {"brotli": 0.983, "lzma": 0.0}
-COARSEST_SCALES = 16.0  # hardly a weight is left then: what is too large still lies elsewhere
-FORETOLD_FROM = 8e6  # bytes: smaller artifacts pack in seconds, and their ratio is another
+COARSEST_SCALES = 16.0  # almost all codes are 0 then: what is too large still is not in the int6 matrices
+PREDICTED_FROM_BYTES = 8e6  # smaller artifacts pack in seconds and at another ratio
 
 def content_bytes(quantized: Quantized) -> float:
     """Bytes that an ideal coder without context needs for all codes, and those of all other tensors."""
@@ -2113,20 +2121,19 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
     def quantize_to_fit(self, hessians: dict[str, Tensor]) -> tuple[Quantized, bytes]:
         """Quantises and packs, with coarser int6 scales if TARGET_TOTAL_BYTES would be passed; each run alike.
 
-        Packing takes 80 to 120 s, so its size is foretold from the codes' entropy, at first with the usual ratio."""
+        A try of brotli takes over a minute, so the size is predicted from the codes' entropy, with the usual ratio at
+        first."""
         scales, target, state = 1.0, self.hp.target_total_bytes, self.model.state_dict()
         int6 = sum(t.numel() for name, t in state.items() if storage_class(name, t, self.hp) == "int6")
-        ratio, limit, aim = PACKED_RATIO[self.hp.compressor], max(target, FORETOLD_FROM), 0.994 * target
+        ratio, limit, aim = PACKED_RATIO[self.hp.compressor], max(target, PREDICTED_FROM_BYTES), 0.994 * target
         for tries_left in reversed(range(6)):
             began = time.perf_counter()
             quantized = quantize_state(state, hessians, self.hp, scales, self.world)
-            foretold = self.world.broadcast_object(ratio * content_bytes(quantized) + len(self.source))
-            if target and int6 and foretold > limit:
-                for _ in range(4):
-                    excess = content_bytes(quantized) - (aim - len(self.source)) / ratio
-                    scales = min(COARSEST_SCALES, self.world.broadcast_object(scales * 2 ** (8 * excess / int6)))
-                    quantized = quantize_state(state, hessians, self.hp, scales, self.world)
-                self.log(f"WARNING: {foretold:.0f} bytes are over TARGET_TOTAL_BYTES={target}; scales x {scales:.4f}")
+            predicted = self.world.broadcast_object(ratio * content_bytes(quantized) + len(self.source))
+            if target and int6 and predicted > limit:
+                wanted = (aim - len(self.source)) / ratio
+                quantized, scales = self.coarsen(quantized, hessians, scales, wanted, int6)
+                self.log(f"WARNING: {predicted:.0f} bytes are over TARGET_TOTAL_BYTES={target}; scales x {scales:.4f}")
             if not all(bool(t.isfinite().all()) for t in quantized.tensors.values()):
                 raise DivergedError("weights not finite or too large for fp16; lower MATRIX_LR or TIED_EMBED_LR")
             packing = time.perf_counter()
@@ -2142,6 +2149,15 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
                 break
             ratio, limit, aim = size / content_bytes(quantized), target, 0.995 * target
         return quantized, data
+
+    def coarsen(self, quantized: Quantized, hessians: dict[str, Tensor], scales: float, wanted: float,
+                int6: int) -> tuple[Quantized, float]:
+        """Scales at which `content_bytes` is about `wanted`: twice the scale is one bit less for each int6 code."""
+        for _ in range(4):
+            excess = content_bytes(quantized) - wanted
+            scales = min(COARSEST_SCALES, self.world.broadcast_object(scales * 2 ** (8 * excess / int6)))
+            quantized = quantize_state(self.model.state_dict(), hessians, self.hp, scales, self.world)
+        return quantized, scales
 
     def score(self) -> None:
         """Scores raw and averaged weights when there was training, then the artifact re-read from disk."""
@@ -2197,13 +2213,17 @@ def gpu_report() -> str:
     done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False, timeout=60)
     return done.stdout or done.stderr
 
-def main() -> int:
-    """Runs the command line; the exit code, or, with several ranks, the end of the process."""
+def settings_help() -> str:
+    """Every setting with its default, meaning and choices, for --help."""
     text, hints = "settings (environment variables; switches are 0 or 1):\n", get_type_hints(Hyperparameters)
     for item in fields(Hyperparameters):
         choices = f" [{'|'.join(choices)}]" if (choices := get_args(hints[item.name])) else ""
         text += f"  {item.name.upper()}={format_setting(item.default)}\n      {item.metadata['help']}{choices}\n"
-    parser = argparse.ArgumentParser(description=__doc__, epilog=f"{text}\n{EXIT_CODES}",
+    return text
+
+def main() -> int:
+    """Runs the command line; the exit code, or, with several ranks, the end of the process."""
+    parser = argparse.ArgumentParser(description=__doc__, epilog=f"{settings_help()}\n{EXIT_CODES}",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print-config", action="store_true", help="print the effective settings and stop")
     args, code = parser.parse_args(), 0

@@ -15,8 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import documents
@@ -35,22 +34,10 @@ COMPLETE_MARK, LOCK_NAME = "COMPLETE", ".export.lock"
 # ---------------------------------------------------------------- the output folder
 
 
-@contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """Keep other exports out of the folder; the operating system ends the lock with this process, however it ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: no such lock
-        yield
-        return
-    with (root / LOCK_NAME).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(
-                f"{root}: another export is writing here; wait until it is done, or give another --output-root"
-            ) from None
-        yield
+def locked(root: Path) -> AbstractContextManager[None]:
+    """Keep other exports out of the folder."""
+    busy = f"{root}: another export is writing here; wait until it is done, or give another --output-root"
+    return shards.locked(root / LOCK_NAME, busy)
 
 
 def swap_in(staging: Path, root: Path) -> None:

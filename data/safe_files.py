@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import shards
@@ -42,19 +41,7 @@ def write_json_inside(data_dir: Path, relative: str, value: dict) -> None:
     temporary.replace(target)
 
 
-@contextlib.contextmanager
-def only_one(data_dir: Path) -> Iterator[None]:
+def only_one(data_dir: Path) -> contextlib.AbstractContextManager[None]:
     """Hold the folder's lock, so that two downloads never write to the same half-fetched file."""
-    try:
-        import fcntl
-    except ImportError:  # not on this system
-        yield
-        return
-    with scratch(data_dir, "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"another download is at work in {data_dir}; wait for it, or end it first") from None
-        except OSError:
-            pass  # a network file system without locks
-        yield
+    busy = f"another download is at work in {data_dir}; wait for it, or end it first"
+    return shards.locked(scratch(data_dir, "lock"), busy)

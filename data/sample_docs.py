@@ -1,7 +1,7 @@
 """Make a small English corpus on the spot, without any network: the documentation inside a Python installation.
 
     python data/sample_docs.py                       # data/sample/docs_selected.jsonl and its sidecar manifest
-    python data/sample_docs.py --max-mb 4 --out /tmp/sample
+    python data/sample_docs.py --max-mb 4 --out my/sample
     python data/sample_docs.py --source some/folder  # that folder instead of the installation
 
 Text comes from docstrings and comment blocks of .py files (parsed, never imported), the language reference in

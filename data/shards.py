@@ -6,10 +6,11 @@ nothing after.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
 
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES, TOKEN_BYTES = 256 * 4, 2
-SPACE_MARKER = (
-    "\u2581"  # stands for a space inside SentencePiece pieces; written as an escape so that no editor can mangle it
-)
+SPACE_MARKER = "\u2581"  # SentencePiece's visible space; an escape, so that no editor can mangle it
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
 MAX_VOCAB_SIZE = 65_536  # ids are stored as uint16
 OFFICIAL_VAL_DOCS = 50_000
@@ -80,7 +79,8 @@ def read_token_count(path: Path) -> int:
     magic, version, token_count = (int(value) for value in np.frombuffer(header, dtype="<i4")[:3])
     if (magic, version) != (MAGIC, VERSION):
         raise DamagedFileError(
-            f"{path}: magic {magic} and version {version}, expected {MAGIC} and {VERSION}; this is not a token shard"
+            f"{path}: magic {magic} and version {version}, expected {MAGIC} and {VERSION}; this is no token "
+            "shard; fetch or build it again"
         )
     expected, found = HEADER_BYTES + token_count * TOKEN_BYTES, path.stat().st_size
     if token_count < 0 or expected != found:
@@ -228,14 +228,14 @@ def check_tokenizer(
     special = (tokenizer.pad_id(), tokenizer.bos_id(), tokenizer.eos_id(), tokenizer.unk_id())
     if special != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
         raise DataError(
-            f"{source}: pad/bos/eos/unk ids are {special}, the recipe needs {(PAD_ID, BOS_ID, EOS_ID, UNK_ID)}"
+            f"{source}: pad/bos/eos/unk ids are {special}, the recipe needs {(PAD_ID, BOS_ID, EOS_ID, UNK_ID)}; "
+            "train it with data/download_hf_docs_and_tokenize.py"
         )
     marker = tokenizer.piece_to_id(SPACE_MARKER)
     if tokenizer.is_unknown(marker):
         raise DataError(
             f"{source}: the tokenizer has no piece for a lone space (U+2581), so the bytes of spaces would be "
-            "counted wrongly; "
-            "train it on text that has spaces"
+            "counted wrongly; train it on text that has spaces"
         )
     pieces = (tokenizer.id_to_piece(token) for token in range(size))
     if not byte_files and (inner := next((piece for piece in pieces if SPACE_MARKER in piece[1:]), None)):
@@ -246,6 +246,24 @@ def check_tokenizer(
 
 
 # ---------------------------------------------------------------- files
+
+
+@contextlib.contextmanager
+def locked(path: Path, busy: str) -> Iterator[None]:
+    """Hold a lock file; DataError with `busy` while another process has it. It ends with its process, however."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: no such lock
+        yield
+        return
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(busy) from None
+        except OSError:
+            pass  # a network file system without locks
+        yield
 
 
 def sha256_file(path: Path) -> str:
@@ -260,7 +278,7 @@ def read_json(path: Path) -> dict:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
+        raise DataError(f"{path}: no such file; give another path, or build or fetch it") from None
     except ValueError as error:
         raise DataError(f"{path}: not valid JSON ({error}); remove it or write it again") from None
     if not isinstance(value, dict):

@@ -302,6 +302,17 @@ def readme_settings(record: Record) -> Iterator[str]:
         if stated and logged and not any(scripts.same_setting(a, b) for a in stated for b in logged):
             yield f"{name}: README {', '.join(sorted(stated))}, logs {', '.join(sorted(logged))}"
 
+def readme_settings_missing(record: Record) -> Iterator[str]:
+    """Who runs the shipped script without them gets another score."""
+    try:
+        own = scripts.defaults(record.text("train_gpt.py") or "")
+    except (SyntaxError, ValueError):  # another rule says it
+        return
+    differ = {name: value for log in record.logs for name, value in log.settings.items()
+              if name in own and name not in IDENTITY and not scripts.same_setting(value, own[name])}
+    yield from (f"{name.upper()}={value}, default {own[name] or '(empty)'}" for name, value in sorted(differ.items())
+                if not re.search(rf"\b{name}\b", record.readme, re.IGNORECASE))
+
 def readme_command(record: Record) -> Iterator[str]:
     command = r"(?:python3?|torchrun|nproc[_-]per[_-]node=\S+)\s+(?:-\S+\s+)*([\w./-]+\.py)\b"
     for path in map(Path, re.findall(command, record.readme)):
@@ -387,7 +398,7 @@ RULES = [Rule(*row) for row in (
      "fetch the official data; say in the README what was scored", per_log(lambda _, log: log.unofficial)),
     ("quantisation-gap", "warning", f"quantisation costs at most {LARGEST_GAP} bpb",
      "look for matrices whose codes are wrong; see warnings about GPTQ in the log", per_log(collapsed)),
-    ("gptq-fallback", "warning", "at most a tenth of the matrices fell back to rounding",
+    ("gptq-fallback", "warning", "at most a tenth of the matrices fell back to row search",
      "raise GPTQ_CALIBRATION_BATCHES", per_log(fallbacks)),
     ("source", "error", "the script inside each log is train_gpt.py, byte for byte", "ship the script that the log "
      "holds", per_log(other_source)),
@@ -424,6 +435,8 @@ RULES = [Rule(*row) for row in (
      "say in the README where they come from, or remove them", readme_untraced),
     ("readme-settings", "error", "a setting that the README states has, somewhere in it, the value that was logged",
      "state what ran", readme_settings),
+    ("readme-settings-missing", "warning", "settings of the logs that are not the script's defaults are in the README",
+     "make them the script's defaults, or state them in the README's command", readme_settings_missing),
     ("readme-command", "error", "scripts in the README's commands ship", "name a script that ships", readme_command),
     ("compiles", "error", "train_gpt.py compiles with each Python from 3.10 to 3.13 on this machine",
      "write it so that this Python accepts it", compiles),

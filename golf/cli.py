@@ -14,7 +14,8 @@ from typing import Any
 MODULES = ("new", "check", "compare", "board", "pack", "fit", "plots", "machine")  # each has an add_parser(subparsers)
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="golf", description="From a run to a valid, honest, smaller submission.",
+    parser = argparse.ArgumentParser(prog="python -m golf",
+                                     description="From a run to a valid, honest, smaller submission.",
                                      epilog="Exit status: 0 fine, 1 violations, 2 usage or bad input.")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in MODULES:

@@ -11,7 +11,7 @@ from typing import Any
 OFFICIAL = ("ttt", "sliding", "int6")
 # What the challenge's clocks count in each summary: seconds, bytes, MiB.
 SUMMARY_NUMBERS = {"train_seconds": float, "hessian_seconds": float, "eval_seconds": float, "code_bytes": int,
-                   "model_bytes": int, "total_bytes": int, "peak_memory_mib": int, "parameters": int, "steps": int}
+                   "model_bytes": int, "total_bytes": int, "peak_memory_mib": int, "steps": int}
 
 @dataclass
 class Log:
@@ -20,7 +20,6 @@ class Log:
     path: Path
     settings: dict[str, str] = field(default_factory=dict)
     source: str | None = None  # the script between the rules, exactly as it was read
-    python_version: str | None = None
     torch_version: str | None = None
     gpu: str | None = None  # name of the first GPU in nvidia-smi's table
     machine: str | None = None  # as in `machine: 8 x NVIDIA H100 80GB HBM3, ...`; only our script says it
@@ -39,16 +38,14 @@ class Log:
     model_bytes: int | None = None
     total_bytes: int | None = None
     peak_memory_mib: int | None = None
-    parameters: int | None = None
     seed: int | None = None
     world_size: int | None = None
     train_shards: int | None = None
     val_tokens: int | None = None
-    val_bytes: int | None = None
     valid: bool | None = None  # the script's own verdict
     unofficial: str | None = None  # what its own words call unofficial, such as `UNOFFICIAL SPLIT`
     artifact_sha256: str | None = None
-    gptq: tuple[int, int] | None = None  # matrices quantised with Hessians, and those that fell back to rounding
+    gptq: tuple[int, int] | None = None  # matrices quantised with Hessians, and those that fell back to row search
     summary: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -104,7 +101,7 @@ FILE_START = re.compile(rf"\A{RULE}\nHyperparameters:", re.MULTILINE)  # the con
 SETTINGS_START = re.compile(rf"\A(?:{RULE}\n)?Hyperparameters:[ \t]*\n", re.MULTILINE)
 SETTING = re.compile(r"  (\w+): ?(.*)\n")
 VERSIONS = [re.compile(rf"(?m)^{pattern}") for pattern in (
-    r"Running Python (\S+)", r"Running PyTorch (\S+)", r"\|\s+\d+\s+(\S.*?)\s+(?:On|Off|N/A)\s+\|")]  # last: a GPU
+    r"Running PyTorch (\S+)", r"\|\s+\d+\s+(\S.*?)\s+(?:On|Off|N/A)\s+\|")]  # last: a GPU
 
 def split_head(log: Log, text: str) -> tuple[str, str]:
     """Settings, source and versions apart from the log lines.
@@ -127,7 +124,7 @@ def read_head(log: Log, versions: str) -> None:
         log.settings, at = read_settings(log.source)
         log.source = re.sub(rf"\A{RULE}\n", "", log.source[at:], flags=re.MULTILINE)
         log.source = log.source.removesuffix("\n")  # the log's own line end; the file's own stays
-    log.python_version, log.torch_version, log.gpu = (
+    log.torch_version, log.gpu = (
         match and match[1] for match in (pattern.search(versions) for pattern in VERSIONS))
 
 def read_settings(text: str) -> tuple[dict[str, str], int]:
@@ -155,10 +152,8 @@ FACTS = {name: re.compile(pattern) for name, pattern in {
     "attention": r"attention: (\S+)",
     "train_shards": rf"(?:train_loader:.* )?train_shards: ?{WHOLE}",
     "val_tokens": rf"(?:val_tokens|val_loader:.* tokens): ?{WHOLE}",
-    "val_bytes": rf"val_bytes: ?{WHOLE}",
     "unofficial": r"val_bytes:.*?(UNOFFICIAL \w+)",
     "artifact_sha256": r"sha256 of the artifact: ([0-9a-f]{64})$",
-    "parameters": rf"model_params: ?{WHOLE}",
     "seed": rf"seed: ?{WHOLE}",
     "world_size": rf"world_size: ?{WHOLE}",
     "peak_memory_mib": rf"peak memory allocated: {WHOLE} MiB",

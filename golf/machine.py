@@ -111,7 +111,7 @@ def check_attention(hp: Any) -> Finding:
 def check_data(hp: Any) -> Iterator[Finding]:
     """Tokenizer and every shard's header and size."""
     tg = trial.recipe()
-    fetch = f"python data/cached_challenge_fineweb.py --variant sp{hp.vocab_size}, or set --data-dir and --vocab-size"
+    fetch = f"{hp.fetch}, or give --data-dir and --vocab-size"
     yield judged("tokenizer", str(hp.tokenizer_path), hp.tokenizer_path.is_file(), fetch, "fail")
     for split in ("train", "val"):
         try:

@@ -28,7 +28,8 @@ FAILURES_IN_A_ROW = 5  # of an agent, before `auto` gives up
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="research", description="A fixed-budget research loop on one training script (see research/program.md).",
+        prog="python -m research",
+        description="A fixed-budget research loop on one training script (see research/program.md).",
         epilog="Exit status: 0 fine, 1 the experiment failed, 2 usage or bad input, 130 interrupted.")
     commands = parser.add_subparsers(dest="command_name", metavar="COMMAND", required=True)
     add_start(commands)

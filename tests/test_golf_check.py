@@ -197,6 +197,7 @@ WARNINGS = {
     "quantisation that broke the model": ("quantisation-gap", collapsed),
     "matrices without GPTQ": ("gptq-fallback", lambda b: in_each_log(
         b, "Code size:", "GPTQ quantization: 59 layers with full GPTQ, 7 fallback to clip-search\nCode size:")),
+    "setting that nobody is told of": ("readme-settings-missing", lambda b: gh.build(b, matrix_lr=0.03)),
     "home path in settings": ("home-paths-logged", lambda b: changed_file(b, "train_seed7.log", *HOME)),
 }
 
@@ -213,6 +214,12 @@ def test_warnings_are_apart_from_errors(case, tmp_path):
 
 def test_a_good_folder_has_no_findings(tmp_path):
     assert_good(gh.build(tmp_path))
+
+
+def test_a_setting_that_the_command_states_is_fine(tmp_path):
+    folder = gh.build(tmp_path, matrix_lr=0.03)
+    gh.edit(folder / "README.md", "SEED=1337", "SEED=1337 MATRIX_LR=0.03")
+    assert_good(folder)
 
 
 @pytest.mark.parametrize("over", [-1, 0, 1])

@@ -77,7 +77,7 @@ def test_a_kernel_that_is_off_is_refused_with_the_reason(monkeypatch):
     """On a machine that could run them; the choice itself is what is tested."""
     cases = tg.operation_cases(settings(), CPU, torch.float32, 2, 16)
     monkeypatch.setattr(tg, "operation_cases", lambda *args: cases)
-    monkeypatch.setattr(tg, "is_hopper", lambda device: True)
+    monkeypatch.setattr(tg, "hopper_or_newer", lambda device: True)
     monkeypatch.setattr(tg, "head_losses_fused", lambda *args: 1.1 * tg.head_losses(*args))
     ops, reason = tg.choose_operations(settings(), None, torch.device("cuda"), torch.bfloat16)
     assert ops == tg.Operations(None) and reason.startswith("0 (WARNING: slow; head_losses is off by 2.1e-01")

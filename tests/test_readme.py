@@ -41,6 +41,13 @@ def test_named_files_exist(path):
     assert (ROOT / path).is_file()
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_named_tests_exist(path):
+    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").glob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", path.read_text(encoding="utf-8")))
+    assert named - set(re.findall(r"def (test_\w+)\(", tests)) == set()
+
+
 def test_make_demo_trains_writes_and_scores(tmp_path):
     """The newcomer's command, with 8 seconds of training and every output in a folder of the test."""
     environment = {k: v for k, v in os.environ.items() if k.lower() not in tg.Hyperparameters.__dataclass_fields__}

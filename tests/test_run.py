@@ -342,10 +342,10 @@ def test_an_artifact_over_the_target_is_quantised_again_until_it_fits(tmp_path):
     assert float(block["int6_val_bpb"]) - float(block["pre_quant_val_bpb"]) < 0.03
 
 
-def test_the_size_is_foretold_before_the_first_compression(tmp_path):
-    folder = new_folder(tmp_path, "foretold")
+def test_the_size_is_predicted_before_the_first_compression(tmp_path):
+    folder = new_folder(tmp_path, "predicted")
     large = {name.lower(): value for name, value in LARGE.items()} | {"sliding_window_enabled": 0, "iterations": 2}
-    wrapper = write_wrapper(folder, "train_gpt.FORETOLD_FROM = 0")
+    wrapper = write_wrapper(folder, "train_gpt.PREDICTED_FROM_BYTES = 0")
     result = run_script(folder, run_id="r", script=wrapper, target_total_bytes=850_000, **large)
     assert result.returncode == 0, result.stderr
     warning, packed = (result.stdout.index(part) for part in ("over TARGET_TOTAL_BYTES=850000", "compression:"))
