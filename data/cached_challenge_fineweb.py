@@ -76,6 +76,7 @@ def fetch_snapshot(hub: Hub, data_dir: Path) -> Snapshot:
     """Manifest and file list of the repository as they are now, stored in the cache."""
     part = scratch(data_dir, "manifest.json")
     part.unlink(missing_ok=True)
+    hub.commit = hub.repository.revision  # not the commit of a snapshot that turned out to be too old
     try:
         hub.fetch(WantedFile("manifest.json", check_more=shards.read_json), part)
     except MissingError as error:
@@ -112,13 +113,22 @@ def list_files(hub: Hub) -> dict[str, dict]:
     return files
 
 
-def load_snapshot(hub: Hub, data_dir: Path, is_enough: Callable[[dict], bool]) -> tuple[Snapshot, bool]:
-    """The repository's snapshot, from the cache when its manifest is_enough; and whether it was fetched just now."""
+def by_snapshot(work: Callable[[Snapshot], None], hub: Hub, data_dir: Path) -> None:
+    """work(snapshot), by the cached snapshot first; when that does not work out, by the repository's present one."""
     cached = read_cache(hub.repository, data_dir)
-    fresh = cached is None or not is_enough(cached.manifest)
-    snapshot = fetch_snapshot(hub, data_dir) if fresh else cached
-    hub.commit = snapshot.commit
-    return snapshot, fresh
+    if cached is None:
+        return work(fetch_snapshot(hub, data_dir))
+    hub.commit = cached.commit
+    try:
+        return work(cached)
+    except DataError as error:
+        if error.exit_code != 2:
+            raise
+        newer = fetch_snapshot(hub, data_dir)
+        if newer == cached:
+            raise
+        print(f"{error}\nthe cached manifest is out of date; trying again with the present one", flush=True)
+    return work(newer)
 
 
 def entries(manifest: dict, key: str) -> dict[str, dict]:
@@ -360,23 +370,7 @@ def have_variant(args: argparse.Namespace, hub: Hub, snapshot: Snapshot) -> None
 
 
 def download_variant(args: argparse.Namespace, hub: Hub) -> None:
-    """Have the variant, by the cached manifest first; when that does not work out, by the repository's present one."""
-
-    def is_enough(manifest: dict) -> bool:
-        dataset = entries(manifest, "datasets").get(f"fineweb10B_{args.variant}")
-        return dataset is not None and (args.train_shards or 0) <= shard_count(dataset, "train")
-
-    snapshot, fresh = load_snapshot(hub, args.data_dir, is_enough)
-    try:
-        have_variant(args, hub, snapshot)
-    except DataError as error:
-        if fresh or error.exit_code != 2:
-            raise
-        newer = fetch_snapshot(hub, args.data_dir)
-        if newer == snapshot:
-            raise
-        print(f"{error}\nthe cached manifest is out of date; trying again with the present one", flush=True)
-        have_variant(args, hub, newer)
+    by_snapshot(lambda snapshot: have_variant(args, hub, snapshot), hub, args.data_dir)
 
 
 def parse_arguments() -> argparse.Namespace:

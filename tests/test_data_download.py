@@ -408,6 +408,23 @@ def test_stale_manifest_is_refetched(hub, download, tmp_path):
     assert names == ["fineweb10B_sp512", "fineweb10B_sp700", "fineweb10B_sp701"]
 
 
+def test_the_present_manifest_is_the_revisions_not_the_cached_commits(hub, download, tmp_path, monkeypatch):
+    ok(download(tmp_path, "--train-shards", 0))
+    hub.publish(REPO, "sp700", train=[5], val=[5])
+    hub.commit, urls, original = "b" * 40, [], hub_files.open_url
+    monkeypatch.setattr(hub_files, "open_url", lambda url, *args: urls.append(url) or original(url, *args))
+    assert "out of date" in ok(download(tmp_path, "--variant", "sp700"))
+    assert "/resolve/main/" in urls[0] and all(f"/resolve/{hub.commit}/" in url for url in urls[1:]) and len(urls) > 2
+
+
+def test_a_malformed_manifest_does_no_harm_once_it_is_mended(hub, download, tmp_path):
+    edit_manifest(hub, lambda manifest: manifest["datasets"][0]["stats"].update(files_train="3"))
+    assert_refused(download(tmp_path), "files_train is '3'", "report it to the publisher")
+    edit_manifest(hub, lambda manifest: manifest["datasets"][0]["stats"].update(files_train=3))
+    ok(download(tmp_path))
+    check_complete(hub, tmp_path)
+
+
 @pytest.mark.parametrize("change", ["files", "sizes", "count"])
 def test_cached_manifest_that_no_longer_fits_is_refetched(hub, download, tmp_path, change):
     ok(download(tmp_path, "--train-shards", 1))
