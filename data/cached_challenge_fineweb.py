@@ -38,6 +38,7 @@ from safe_files import inside, only_one, scratch, write_json_inside
 from shards import DamagedFileError, DataError
 
 MAX_SHARDS = 100_000  # file numbers have six digits; a larger count in a manifest is nonsense
+ORIGIN_NAME = ".origin.json"  # in the folder of the data set, so that it goes where the shards go
 SPARE_DISK_BYTES = 50_000_000
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -196,18 +197,24 @@ def check_tokenizer_path(path: object) -> str:
 
 def wanted_files(snapshot: Snapshot, dataset: dict, train_shards: int | None) -> list[WantedFile]:
     """Tokenizer, validation and the first train_shards training shards (all when None), in the order of download."""
+    paths = hashes_by_path(snapshot.manifest, dataset, train_shards)
+    return [describe_file(snapshot, path, sha256) for path, sha256 in paths.items()]
+
+
+def hashes_by_path(manifest: dict, dataset: dict, train_shards: int | None) -> dict[str, object]:
+    """sha256 (unchecked, or None) by path of what wanted_files describes."""
     hashes, sidecars = listed_hashes(dataset, "files"), listed_hashes(dataset, "sidecars")
     available = shard_count(dataset, "train")
     if train_shards is not None and train_shards > available:
         raise DataError(f"--train-shards {train_shards}, but {dataset['name']} has {available}; ask for that or fewer")
     counts = {"val": shard_count(dataset, "val"), "train": available if train_shards is None else train_shards}
     names = [shards.shard_name(split, index) for split, count in counts.items() for index in range(count)]
-    paths = tokenizer_paths(find_tokenizer(snapshot.manifest, dataset))
+    paths = tokenizer_paths(find_tokenizer(manifest, dataset))
     for name in names:
         paths[f"datasets/{dataset['name']}/{name}"] = hashes.get(name)
         if (beside := name.removesuffix(".bin") + shards.SIDECAR_SUFFIX) in sidecars:
             paths[f"datasets/{dataset['name']}/{beside}"] = sidecars[beside]
-    return [describe_file(snapshot, path, sha256) for path, sha256 in paths.items()]
+    return paths
 
 
 def listed_hashes(dataset: dict, key: str) -> dict[str, object]:
@@ -269,11 +276,15 @@ def check_space(missing: list[WantedFile], hub: Hub, data_dir: Path) -> tuple[in
     return total, done
 
 
-def ensure_files(wanted: list[WantedFile], hub: Hub, data_dir: Path, with_hash: bool) -> int:
-    """Have all files in place, several at a time; returns how many had to be fetched."""
+def find_missing(wanted: list[WantedFile], hub: Hub, data_dir: Path, with_hash: bool) -> list[WantedFile]:
     with ThreadPoolExecutor(hub.workers) as pool:
         present = list(pool.map(lambda file: is_present(file, data_dir, with_hash), wanted))
-    missing = [file for file, there in zip(wanted, present) if not there]
+    return [file for file, there in zip(wanted, present) if not there]
+
+
+def ensure_files(wanted: list[WantedFile], hub: Hub, data_dir: Path, with_hash: bool) -> int:
+    """Have all files in place, several at a time; returns how many had to be fetched."""
+    missing = find_missing(wanted, hub, data_dir, with_hash)
     if not missing:
         return 0
     hub.progress.start(*check_space(missing, hub, data_dir))
@@ -288,6 +299,48 @@ def ensure_files(wanted: list[WantedFile], hub: Hub, data_dir: Path, with_hash: 
     finally:
         hub.progress.close()
     return len(missing)
+
+
+# ---------------------------------------------------------------- where a data set comes from
+
+
+def check_not_own(dataset: dict, data_dir: Path) -> None:
+    """DataError when an export made here has this name or this tokenizer: it is not ours to overwrite."""
+    path = data_dir / "manifest.json"
+    here = entries(shards.read_json(path), "datasets") if path.exists() else {}
+    for name, row in here.items():
+        same = name == dataset["name"] or row.get("tokenizer_name") == dataset["tokenizer_name"]
+        if same and "downloaded_from" not in row:
+            raise DataError(
+                f"{path}: {name} was exported here, and {dataset['name']} would overwrite files of it; choose another "
+                "folder with --data-dir"
+            )
+
+
+def origin_of(hub: Hub) -> dict:
+    return {**asdict(hub.repository), "commit": hub.commit}
+
+
+def settle_origin(snapshot: Snapshot, dataset: dict, hub: Hub, data_dir: Path) -> None:
+    """Note the origin of the data set before its first file comes; what is here from elsewhere goes.
+
+    Sets of other origins have files of the same sizes, so without the note only a hash tells whose file it is.
+    """
+    note = f"datasets/{dataset['name']}/{ORIGIN_NAME}"
+    try:
+        if shards.read_json(data_dir / note) == origin_of(hub):
+            return
+    except (DataError, OSError):
+        pass
+    paths = hashes_by_path(snapshot.manifest, dataset, None)
+    here = [describe_file(snapshot, path, paths[path]) for path in paths if (data_dir / path).exists()]
+    hashed = [file for file in here if file.sha256]
+    others = find_missing(hashed, hub, data_dir, True) + [file for file in here if not file.sha256]
+    for file in others:
+        inside(data_dir, file.relative).unlink()
+    if others:
+        print(f"{len(others)} of {len(here)} files here are not known to be of {hub.repository}: removed", flush=True)
+    write_json_inside(data_dir, note, origin_of(hub))
 
 
 # ---------------------------------------------------------------- checks of the whole
@@ -319,11 +372,11 @@ def warn_about_extra_shards(dataset: dict, data_dir: Path) -> None:
             )
 
 
-def record(manifest: dict, dataset: dict, repository: Repository, data_dir: Path) -> None:
+def record(manifest: dict, dataset: dict, hub: Hub, data_dir: Path) -> None:
     """Add the variant to data_dir/manifest.json beside what is already there, with its origin."""
     new = {
         **manifest,
-        "datasets": [{**dataset, "downloaded_from": asdict(repository)}],
+        "datasets": [{**dataset, "downloaded_from": origin_of(hub)}],
         "tokenizers": [find_tokenizer(manifest, dataset)],
     }
     write_json_inside(data_dir, "manifest.json", shards.merge_manifest(data_dir / "manifest.json", new))
@@ -361,11 +414,13 @@ def have_variant(args: argparse.Namespace, hub: Hub, snapshot: Snapshot) -> None
     """Everything of the variant in place, counted and recorded."""
     dataset = find_dataset(snapshot.manifest, args.variant, hub.repository)
     wanted = wanted_files(snapshot, dataset, args.train_shards)
+    check_not_own(dataset, args.data_dir)
+    settle_origin(snapshot, dataset, hub, args.data_dir)
     fetched = ensure_files(wanted, hub, args.data_dir, args.verify)
     train_shards = shard_count(dataset, "train") if args.train_shards is None else args.train_shards
     check_totals(dataset, args.data_dir, train_shards)
     warn_about_extra_shards(dataset, args.data_dir)
-    record(snapshot.manifest, dataset, hub.repository, args.data_dir)
+    record(snapshot.manifest, dataset, hub, args.data_dir)
     print(f"{args.variant}: {len(wanted)} files in place, {fetched} fetched, in {args.data_dir}")
 
 

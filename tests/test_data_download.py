@@ -99,7 +99,7 @@ def shard(name):
 def check_complete(hub, data_dir, train_shards=3):
     folder = data_dir / "datasets/fineweb10B_sp512"
     names = [f"fineweb_val_{i:06d}.bin" for i in range(2)] + [f"fineweb_train_{i:06d}.bin" for i in range(train_shards)]
-    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([".origin.json", *names])
     for name in names:
         assert (folder / name).read_bytes() == hub.files[f"{REMOTE}/{name}"]
         assert not (folder / name).is_symlink()
@@ -393,6 +393,74 @@ def test_a_throttle_dressed_as_a_missing_file_is_a_throttle():
         hub_files.check_worth_retrying(ConnectionError("reset"), "x")
     with pytest.raises(OSError, match="full"):
         hub_files.check_worth_retrying(OSError(28, "full"), "x")
+
+
+# ---------------------------------------------------------------- files of another origin, of the same sizes
+
+
+def republish(hub, repo, token=7):
+    """The data set of REPO under `repo`, with other training shards of the same lengths."""
+    for path in [path for path in hub.files if path.startswith(f"{REPO}/")]:
+        index = TRAIN[int(path[-5])] if "_train_" in path else 0
+        hub.files[path.replace(REPO, repo)] = shard_bytes([token] * index) if index else hub.files[path]
+
+
+def check_train_shards(hub, data_dir, repo, count):
+    for index in range(count):
+        path = f"datasets/fineweb10B_sp512/fineweb_train_{index:06d}.bin"
+        assert (data_dir / path).read_bytes() == hub.files[f"{repo}/datasets/{path}"]
+
+
+def test_shards_of_another_repository_are_replaced(hub, download, tmp_path):
+    ok(download(tmp_path))
+    republish(hub, "other/repo")
+    output = ok(download(tmp_path, "--repo-id", "other/repo", "--train-shards", 1))
+    assert "4 of 7 files here are not known to be of other/repo" in output and "2 fetched" in output
+    assert len(list(tmp_path.glob("datasets/*/*_train_*"))) == 1  # nobody trains on a mixture
+    check_train_shards(hub, tmp_path, "other/repo", 1)
+    origin = json.loads((tmp_path / "manifest.json").read_text())["datasets"][0]["downloaded_from"]
+    assert (origin["repo_id"], origin["commit"]) == ("other/repo", COMMIT)
+    ok(download(tmp_path))
+    check_complete(hub, tmp_path)
+
+
+def test_an_interrupted_change_of_origin_goes_on(hub, download, tmp_path):
+    ok(download(tmp_path))
+    republish(hub, "other/repo")
+    hub.faults[shard("train_000002").replace(REPO, "other/repo")] = ["throttle"] * 9
+    assert download(tmp_path, "--repo-id", "other/repo").returncode == 1
+    hub.faults.clear()
+    ok(download(tmp_path))  # and back: what had come already is the other's
+    check_complete(hub, tmp_path)
+
+
+@pytest.mark.parametrize("options", [(), ("--revision", "v2")])
+def test_shards_published_anew_are_fetched_anew(hub, download, tmp_path, options):
+    ok(download(tmp_path))
+    republish(hub, REPO)
+    hub.commit = "b" * 40
+    assert "0 fetched" in ok(download(tmp_path))  # one commit, in whole
+    ok(download(tmp_path, *options, "--list"))
+    assert "4 fetched" in ok(download(tmp_path, *options))
+    check_complete(hub, tmp_path)
+
+
+def test_without_a_note_of_the_origin_hashes_decide(hub, download, tmp_path):
+    ok(download(tmp_path))
+    (tmp_path / "datasets/fineweb10B_sp512/.origin.json").unlink()
+    assert "1 fetched" in ok(download(tmp_path))  # the .vocab, for which nobody gives a hash
+    (tmp_path / "datasets/fineweb10B_sp512/.origin.json").unlink()
+    hub.has_tree = False
+    (tmp_path / ".manifests").rename(tmp_path / "old")
+    assert "7 fetched" in ok(download(tmp_path))
+
+
+def test_an_export_made_here_is_not_overwritten(hub, download, tmp_path):
+    own = {"name": "fineweb10B_sp512", "tokenizer_name": "mine"}
+    for row in (own, {"name": "fineweb10B_mine", "tokenizer_name": "sp_bpe_512"}):
+        (tmp_path / "manifest.json").write_text(json.dumps({"datasets": [row]}))
+        assert_refused(download(tmp_path), f"{row['name']} was exported here", "--data-dir")
+    assert not hub.gets(REMOTE) and not (tmp_path / "datasets").exists()
 
 
 # ---------------------------------------------------------------- manifests: stale, wrong, hostile
