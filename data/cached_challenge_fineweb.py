@@ -16,6 +16,7 @@ Exit codes: 0 everything asked for is in place; 1 the network failed too often, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import re
 import shutil
@@ -327,11 +328,9 @@ def settle_origin(snapshot: Snapshot, dataset: dict, hub: Hub, data_dir: Path) -
     Sets of other origins have files of the same sizes, so without the note only a hash tells whose file it is.
     """
     note = f"datasets/{dataset['name']}/{ORIGIN_NAME}"
-    try:
+    with contextlib.suppress(DataError, OSError):
         if shards.read_json(data_dir / note) == origin_of(hub):
             return
-    except (DataError, OSError):
-        pass
     paths = hashes_by_path(snapshot.manifest, dataset, None)
     here = [describe_file(snapshot, path, paths[path]) for path in paths if (data_dir / path).exists()]
     hashed = [file for file in here if file.sha256]
@@ -387,16 +386,34 @@ def record(manifest: dict, dataset: dict, hub: Hub, data_dir: Path) -> None:
 
 def download_docs(data_dir: Path, repository: Repository, hub: Hub | None = None, verify: bool = False) -> Path:
     """Fetch docs_selected.jsonl and its sidecar unless they are here; returns the path of the documents."""
-    path, sidecar = data_dir / shards.DOCS_NAME, WantedFile(shards.SIDECAR_NAME)
     hub = hub or Hub(repository)
     data_dir.mkdir(parents=True, exist_ok=True)
+    by_snapshot(lambda snapshot: have_docs(snapshot, hub, data_dir, verify), hub, data_dir)
+    return data_dir / shards.DOCS_NAME
+
+
+def have_docs(snapshot: Snapshot, hub: Hub, data_dir: Path, verify: bool) -> None:
+    documents = describe_file(snapshot, shards.DOCS_NAME, None)
+    sidecar = replace(describe_file(snapshot, shards.SIDECAR_NAME, None), check_more=shards.read_json)
+    check_not_other_docs(documents, hub, data_dir)
     ensure_files([sidecar], hub, data_dir, verify)
     sha256 = shards.read_json(data_dir / shards.SIDECAR_NAME).get("docs_sha256")
-    documents = describe_file(Snapshot("", {}, {}), shards.DOCS_NAME, sha256)
-    if not is_present(documents, data_dir, verify):
-        size = list_files(hub).get(shards.DOCS_NAME, {}).get("size")
-        ensure_files([replace(documents, size=size)], hub, data_dir, verify)
-    return path
+    ensure_files([describe_file(snapshot, shards.DOCS_NAME, sha256)], hub, data_dir, verify)
+
+
+def check_not_other_docs(documents: WantedFile, hub: Hub, data_dir: Path) -> None:
+    """DataError when other documents are here, by sidecar, or without one by size: they may be the user's own."""
+    path, said = data_dir / shards.DOCS_NAME, None
+    with contextlib.suppress(DataError):
+        said = shards.read_json(data_dir / shards.SIDECAR_NAME).get("docs_sha256")
+    others = said != documents.sha256
+    if not (said and documents.sha256):
+        others = path.exists() and documents.size not in (None, path.stat().st_size)
+    if others:
+        raise DataError(
+            f"{path} or its sidecar is of other documents than those of {hub.repository}; choose another folder, or "
+            "remove both files"
+        )
 
 
 def list_variants(manifest: dict, repository: Repository) -> None:

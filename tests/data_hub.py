@@ -24,7 +24,7 @@ import numpy as np
 from data_helpers import GOLDEN, shard_bytes
 
 COMMIT = "a" * 40
-LARGE = (".bin", ".model")  # kept apart, with a sha256 in the file tree; other files are plain git
+LARGE = (".bin", ".model", "docs_selected.jsonl")  # kept apart, with a sha256 in the file tree; others are plain git
 FAULTS = "throttle error disconnect truncate wrong_size stall corrupt ignore_range".split()
 
 

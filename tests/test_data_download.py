@@ -185,10 +185,16 @@ def test_sidecars_of_shards_come_along(hub, download, tmp_path):
     assert found == sorted(names[:2])
 
 
-def test_documents_are_downloaded(hub, download, tmp_path):
-    docs = helpers.write_docs(tmp_path / "made", helpers.make_texts(30), docs_val=4)
-    for name in ("docs_selected.jsonl", "docs_selected.source_manifest.json"):
+def publish_docs(hub, folder, seed=0):
+    """Documents under REPO's root on the hub; returns the path of the originals."""
+    docs = helpers.write_docs(folder, helpers.make_texts(30, seed), docs_val=4)
+    for name in (shards.DOCS_NAME, shards.SIDECAR_NAME):
         hub.files[f"{REPO}/datasets/{name}"] = docs.with_name(name).read_bytes()
+    return docs
+
+
+def test_documents_are_downloaded(hub, download, tmp_path):
+    docs = publish_docs(hub, tmp_path / "made")
     hub.faults[f"{REPO}/datasets/docs_selected.jsonl"] = ["disconnect", "corrupt"]
     ok(download(tmp_path / "d", "--train-shards", 0, "--with-docs"))
     path = tmp_path / "d" / "docs_selected.jsonl"
@@ -200,11 +206,42 @@ def test_documents_are_downloaded(hub, download, tmp_path):
     assert downloader.download_docs(tmp_path / "e", repository).read_bytes() == docs.read_bytes()
 
 
+def test_documents_that_were_cut_short_are_repaired(hub, tmp_path):
+    docs, repository = publish_docs(hub, tmp_path / "made"), hub_files.Repository(REPO, "datasets", "main")
+    downloader.download_docs(tmp_path / "d", repository)
+    for name in (shards.DOCS_NAME, shards.SIDECAR_NAME):
+        path = tmp_path / "d" / name
+        path.write_bytes(path.read_bytes()[:30])
+        downloader.download_docs(tmp_path / "d", repository)
+        assert path.read_bytes() == docs.with_name(name).read_bytes()
+
+
+def test_interrupted_documents_continue_where_they_ended(hub, tmp_path):
+    docs, repository = publish_docs(hub, tmp_path / "made"), hub_files.Repository(REPO, "datasets", "main")
+    path = f"{REPO}/datasets/docs_selected.jsonl"
+    hub.faults[path] = ["disconnect"] + ["throttle"] * 9
+    with pytest.raises(hub_files.NetworkError, match="gave up"):
+        downloader.download_docs(tmp_path / "d", repository)
+    hub.faults.clear()
+    hub.requests.clear()
+    assert downloader.download_docs(tmp_path / "d", repository).read_bytes() == docs.read_bytes()
+    assert [request.start for request in hub.gets(path)] == [docs.stat().st_size // 2]
+
+
+def test_other_documents_are_refused_and_left_alone(hub, tmp_path):
+    own, repository = helpers.write_docs(tmp_path, ["a"] * 9, 4), hub_files.Repository(REPO, "datasets", "main")
+    publish_docs(hub, tmp_path / "made")
+    before = own.read_bytes()
+    for sidecar in (own.with_name(shards.SIDECAR_NAME), None):
+        with pytest.raises(shards.DataError, match=r"is of other documents than those of some/repo.*another folder"):
+            downloader.download_docs(tmp_path, repository)
+        assert own.read_bytes() == before and (sidecar is None or sidecar.exists())
+        own.with_name(shards.SIDECAR_NAME).unlink(missing_ok=True)
+
+
 def test_the_exporter_downloads_its_documents(hub, tmp_path):
     pytest.importorskip("sentencepiece")
-    docs = helpers.write_docs(tmp_path / "made", helpers.make_texts(30), docs_val=4)
-    for name in ("docs_selected.jsonl", "docs_selected.source_manifest.json"):
-        hub.files[f"{REPO}/datasets/{name}"] = docs.with_name(name).read_bytes()
+    docs = publish_docs(hub, tmp_path / "made")
     specs = helpers.write_specs(tmp_path / "s.json")
     args = ("--output-root", tmp_path / "out", "--tokenizer-config", specs, "--repo-id", REPO)
     ok(run_script("download_hf_docs_and_tokenize", *args))
