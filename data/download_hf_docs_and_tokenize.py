@@ -182,7 +182,9 @@ def find_documents(args: argparse.Namespace) -> documents.Source:
         return documents.find_jsonl(args.docs_jsonl)
     import cached_challenge_fineweb as hub
 
-    return documents.find_jsonl(hub.download_docs(args.output_root, hub.Repository.from_arguments(args, "sp1024")))
+    repository = hub.Repository.from_arguments(args, "sp1024")
+    with hub.only_one(args.output_root):
+        return documents.find_jsonl(hub.download_docs(args.output_root, repository))
 
 
 def main() -> None:

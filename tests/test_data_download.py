@@ -244,6 +244,8 @@ def test_the_exporter_downloads_its_documents(hub, tmp_path):
     docs = publish_docs(hub, tmp_path / "made")
     specs = helpers.write_specs(tmp_path / "s.json")
     args = ("--output-root", tmp_path / "out", "--tokenizer-config", specs, "--repo-id", REPO)
+    with downloader.only_one(tmp_path / "out"):  # both would write to the same half-fetched files
+        assert_refused(run_script("download_hf_docs_and_tokenize", *args), "another download is at work")
     ok(run_script("download_hf_docs_and_tokenize", *args))
     assert (tmp_path / "out" / "docs_selected.jsonl").read_bytes() == docs.read_bytes()
     assert (tmp_path / "out" / "manifest.json").exists()
