@@ -260,7 +260,18 @@ def part_path(wanted: WantedFile, hub: Hub, data_dir: Path) -> Path:
     """Where the file arrives. The name holds its origin: a partial file is continued only with its own bytes."""
     origin = repr((asdict(hub.repository), hub.commit, wanted.relative, wanted.size, wanted.sha256))
     key = hashlib.sha256(origin.encode()).hexdigest()[:12]
-    return scratch(data_dir, f"{PurePosixPath(wanted.relative).name}.{key}.part")
+    return scratch(data_dir, f"{part_stem(wanted)}.{key}.part")
+
+
+def part_stem(wanted: WantedFile) -> str:
+    return wanted.relative.replace("/", "--")
+
+
+def remove_parts(wanted: list[WantedFile], data_dir: Path) -> None:
+    """Remove partial files of these, which are in place now: older versions' and the xet client's. Others' stay."""
+    for file in wanted:
+        for left in (data_dir / ".download").glob(f"{part_stem(file)}.*.part*"):
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
 
 def check_space(missing: list[WantedFile], hub: Hub, data_dir: Path) -> tuple[int, int]:
@@ -284,10 +295,16 @@ def find_missing(wanted: list[WantedFile], hub: Hub, data_dir: Path, with_hash: 
 
 
 def ensure_files(wanted: list[WantedFile], hub: Hub, data_dir: Path, with_hash: bool) -> int:
-    """Have all files in place, several at a time; returns how many had to be fetched."""
+    """Have all files in place; returns how many had to be fetched."""
     missing = find_missing(wanted, hub, data_dir, with_hash)
-    if not missing:
-        return 0
+    if missing:
+        fetch_all(missing, hub, data_dir)
+    remove_parts(wanted, data_dir)
+    return len(missing)
+
+
+def fetch_all(missing: list[WantedFile], hub: Hub, data_dir: Path) -> None:
+    """Fetch files, several at a time."""
     hub.progress.start(*check_space(missing, hub, data_dir))
 
     def ensure(file: WantedFile) -> None:
@@ -299,7 +316,6 @@ def ensure_files(wanted: list[WantedFile], hub: Hub, data_dir: Path, with_hash: 
         hub.run_all(ensure, missing)
     finally:
         hub.progress.close()
-    return len(missing)
 
 
 # ---------------------------------------------------------------- where a data set comes from
@@ -496,7 +512,6 @@ def main() -> None:
             download_variant(args, hub)
             if args.with_docs:
                 download_docs(args.data_dir, hub.repository, hub, args.verify)
-        shutil.rmtree(args.data_dir / ".download", ignore_errors=True)  # only after success: the next run resumes
 
 
 if __name__ == "__main__":

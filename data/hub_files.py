@@ -15,6 +15,7 @@ import itertools
 import os
 import random
 import re
+import shutil
 import sys
 import threading
 import time
@@ -432,6 +433,7 @@ class Hub:
         except Exception as error:  # noqa: BLE001 (the client's errors and its HTTP library's share no useful base)
             check_worth_retrying(error, f"{file.relative} in {self.repository}")
         path.replace(part)
+        shutil.rmtree(folder, ignore_errors=True)
         self.progress.add(part.stat().st_size)
 
     def url(self, file: WantedFile) -> str:

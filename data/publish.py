@@ -128,7 +128,9 @@ def merge_with_remote(manifest: dict, hub: Hub, data_dir: Path) -> dict:
     )
     if kept:
         print(f"the repository keeps {', '.join(kept)}", flush=True)
-    return shards.merge_manifest(part, manifest)
+    merged = shards.merge_manifest(part, manifest)
+    part.unlink()
+    return merged
 
 
 def stage(publication: Publication, repository: Repository, data_dir: Path) -> Path:
@@ -216,8 +218,7 @@ def main() -> None:
         publication = replace(publication, manifest=merge_with_remote(publication.manifest, hub, args.data_dir))
         upload(publication, repository, args.data_dir, args.private)
         check_published(publication, Hub(repository))
-        for leftover in (".publish", ".download"):
-            shutil.rmtree(args.data_dir / leftover, ignore_errors=True)
+        shutil.rmtree(args.data_dir / ".publish", ignore_errors=True)
     print(f"published {len(publication.files)} files, {size / 1e6:,.1f} MB, in {repository}; sizes and hashes agree")
 
 

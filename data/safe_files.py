@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import shards
@@ -41,7 +42,12 @@ def write_json_inside(data_dir: Path, relative: str, value: dict) -> None:
     temporary.replace(target)
 
 
-def only_one(data_dir: Path) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def only_one(data_dir: Path) -> Iterator[None]:
     """Hold the folder's lock, so that two downloads never write to the same half-fetched file."""
-    busy = f"another download is at work in {data_dir}; wait for it, or end it first"
-    return shards.locked(scratch(data_dir, "lock"), busy)
+    lock = scratch(data_dir, "lock")
+    with shards.locked(lock, f"another download is at work in {data_dir}; wait for it, or end it first"):
+        yield
+        lock.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # half-fetched files of another download stay, for it to continue
+            lock.parent.rmdir()

@@ -298,6 +298,27 @@ def test_killed_download_continues_where_it_ended(hub, download, tmp_path):
     assert hub.sent_bytes(path) == len(hub.files[path]) - here
 
 
+def test_half_fetched_files_stay_until_they_are_wanted(hub, download, tmp_path, monkeypatch):
+    path = shard("train_000001")
+    hub.publish(REPO, "sp700", train=[5], val=[5])
+    hub.faults[path] = ["disconnect"] + ["throttle"] * 9
+    assert download(tmp_path, "--workers", 1).returncode == 1
+    (part,) = (tmp_path / ".download").glob("*train_000001*.part")
+    older = part.with_name(part.name.replace(".bin.", ".bin.0"))
+    older.write_bytes(b"of an older version")
+    for options in (["--list"], ["--variant", "sp700"], ["--train-shards", 0]):
+        ok(download(tmp_path, *options))
+        assert part.stat().st_size == len(hub.files[path]) // 2, options
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    ok(upload("me/mine", "--data-dir", tmp_path, "--variant", "sp700"))
+    assert {file.name for file in (tmp_path / ".download").iterdir()} == {part.name, older.name}
+    hub.faults.clear()
+    hub.requests.clear()
+    ok(download(tmp_path))
+    assert [request.start for request in hub.gets(path)] == [len(hub.files[path]) // 2]
+    assert not (tmp_path / ".download").exists()
+
+
 def test_interruption_from_the_keyboard(hub, tmp_path):
     hub.faults[shard("train_000001")] = ["trickle"]
     command = [sys.executable, DATA / "cached_challenge_fineweb.py", "--data-dir", tmp_path, "--variant", "sp512"]
@@ -779,7 +800,7 @@ def test_xet_transport_uses_the_hubs_client(hub, download, tmp_path, monkeypatch
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", spy)
     ok(download(tmp_path, "--transport", "xet"))
     check_complete(hub, tmp_path)
-    assert len(names) == 8
+    assert len(names) == 8 and not (tmp_path / ".download").exists()
     del hub.files[shard("val_000001")]
     assert_refused(download(tmp_path / "new", "--transport", "xet"), "val_000001.bin is missing")
 
@@ -841,14 +862,13 @@ def export(hub, download, tmp_path, monkeypatch):
     """A complete data folder, and the surroundings for uploading it."""
     ok(download(tmp_path / "export"))
     monkeypatch.setenv("HF_TOKEN", SECRET)
-    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")  # the local hub does not speak it
     hub.calls.clear()
     return tmp_path / "export"
 
 
 def upload(*args):
     """The command in a process of its own: huggingface_hub reads the address of the hub when it is imported."""
-    return run_script("publish", *args)
+    return run_script("publish", *args, HF_HUB_DISABLE_XET="1")  # the local hub does not speak it
 
 
 def test_published_data_can_be_downloaded(hub, download, export, tmp_path):
