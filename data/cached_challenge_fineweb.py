@@ -35,7 +35,7 @@ from hub_files import (
     WantedFile,
     add_repository_arguments,
 )
-from safe_files import inside, only_one, scratch, write_json_inside
+from safe_files import inside, move, only_one, scratch, write_json_inside
 from shards import DamagedFileError, DataError
 
 MAX_SHARDS = 100_000  # file numbers have six digits; a larger count in a manifest is nonsense
@@ -252,7 +252,7 @@ def is_present(wanted: WantedFile, data_dir: Path, with_hash: bool) -> bool:
     if path.is_symlink():
         temporary = scratch(data_dir, f"{path.name}.copy")
         shutil.copyfile(path, temporary)
-        temporary.replace(path)
+        move(temporary, path)
     return True
 
 
@@ -310,7 +310,7 @@ def fetch_all(missing: list[WantedFile], hub: Hub, data_dir: Path) -> None:
     def ensure(file: WantedFile) -> None:
         part = part_path(file, hub, data_dir)
         hub.fetch(file, part)
-        part.replace(inside(data_dir, file.relative))
+        move(part, inside(data_dir, file.relative))
 
     try:
         hub.run_all(ensure, missing)

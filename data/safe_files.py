@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -33,13 +34,26 @@ def scratch(data_dir: Path, relative: str) -> Path:
     return path
 
 
+def move(source: Path, target: Path) -> None:
+    """Rename a checked file into place; DataError when that is another disk, where no rename leads."""
+    try:
+        source.replace(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        raise DataError(
+            f"{target.parent} is on another disk than {source.parent}, so that nothing can be renamed into it; unmount "
+            "it, or choose a folder on that disk with --data-dir"
+        ) from None
+
+
 def write_json_inside(data_dir: Path, relative: str, value: dict) -> None:
     """Write JSON and rename it into place, following no link."""
     name = PurePosixPath(relative).name
     temporary, _ = scratch(data_dir, name), scratch(data_dir, f"{name}.part")
     target = inside(data_dir, relative)
     shards.write_json(temporary, value)
-    temporary.replace(target)
+    move(temporary, target)
 
 
 @contextlib.contextmanager

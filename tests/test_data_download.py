@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import datetime
 import email.utils
+import errno
 import fcntl
 import hashlib
 import io
@@ -659,6 +660,19 @@ def test_links_lead_nowhere_outside(hub, download, tmp_path, place):
     (data / place).symlink_to(outside)
     assert_refused(download(data), "is a link to", "outside", "--data-dir")
     assert not list(outside.iterdir())
+
+
+def test_a_folder_on_another_disk_is_refused_before_the_download(hub, download, tmp_path, monkeypatch):
+    original = Path.replace
+
+    def replace(self, target):
+        if (tmp_path / "datasets") in Path(target).parents:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    assert_refused(download(tmp_path), "fineweb10B_sp512 is on another disk", "--data-dir")
+    assert not hub.gets(REMOTE)
 
 
 def test_links_in_place_of_files_are_replaced_not_followed(hub, download, tmp_path):
