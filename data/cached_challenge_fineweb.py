@@ -42,6 +42,7 @@ MAX_SHARDS = 100_000  # file numbers have six digits; a larger count in a manife
 ORIGIN_NAME = ".origin.json"  # in the folder of the data set, so that it goes where the shards go
 SPARE_DISK_BYTES = 50_000_000
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -305,6 +306,9 @@ def ensure_files(wanted: list[WantedFile], hub: Hub, data_dir: Path, with_hash: 
 
 def fetch_all(missing: list[WantedFile], hub: Hub, data_dir: Path) -> None:
     """Fetch files, several at a time."""
+    for file in missing:
+        if file.sha256 is None and not COMMIT.fullmatch(hub.commit):  # no telling whether the server has the same still
+            part_path(file, hub, data_dir).unlink(missing_ok=True)
     hub.progress.start(*check_space(missing, hub, data_dir))
 
     def ensure(file: WantedFile) -> None:

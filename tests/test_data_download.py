@@ -345,6 +345,19 @@ def test_a_partial_file_of_another_origin_is_not_continued(tmp_path):
     assert len(paths) == 4 and all(path.parent == tmp_path / ".download" for path in paths)
 
 
+def test_a_partial_file_of_no_known_version_is_not_continued(hub, download, tmp_path):
+    hub.commit, hub.has_tree, path = "", False, shard("train_000001")
+    hub.files[path] = shard_bytes([7] * 5000)
+    edit_manifest(hub, lambda manifest: manifest["datasets"][0]["stats"].update(tokens_train=5120))
+    hub.faults[path] = ["disconnect"] + ["throttle"] * 9
+    assert download(tmp_path).returncode == 1
+    assert list((tmp_path / ".download").glob("*train_000001*.part"))
+    hub.faults.clear()
+    hub.files[path] = shard_bytes([9] * 5000)
+    ok(download(tmp_path))
+    check_complete(hub, tmp_path)
+
+
 def test_complete_and_too_long_partial_files_of_unknown_size(hub, download, tmp_path):
     hub.has_tree = False
     for extra, starts in ((b"", [1124]), (b"xy", [1126, 0])):
