@@ -208,7 +208,10 @@ def access_token() -> str | bool:
 
 def endpoint() -> str | None:
     """Address of another hub, a mirror for example, from HF_ENDPOINT; None for huggingface_hub's own."""
-    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
+    address = os.environ.get("HF_ENDPOINT", "").rstrip("/")
+    if address and not re.match(r"https?://[^/]", address):
+        raise DataError(f"HF_ENDPOINT {address!r} is no address such as https://huggingface.co; mend it or unset it")
+    return address or None
 
 
 def describe(error: BaseException) -> str:

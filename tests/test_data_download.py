@@ -405,6 +405,14 @@ def test_unreachable_hub(hub, download, tmp_path, monkeypatch):
     assert result.returncode == 1 and "manifest.json: gave up" in result.stderr
 
 
+@pytest.mark.parametrize("address", ["hub.example", "ftp://hub.example", "http://"])
+def test_an_endpoint_that_is_no_address_is_refused_at_once(hub, download, tmp_path, monkeypatch, address):
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    result = download(tmp_path)
+    assert_refused(result, f"HF_ENDPOINT '{address.rstrip('/')}' is no address")
+    assert "trying again" not in result.stdout
+
+
 def test_one_missing_file_stops_the_others(hub, download, tmp_path):
     hub.has_tree, hub.stall_seconds = False, 0.3
     del hub.files[shard("val_000000")]
