@@ -51,7 +51,7 @@ class Publication:
 def choose_datasets(manifest: dict, variants: list[str] | None, source: Path) -> list[dict]:
     """The manifest's entries of these variants, all when None; DataError when one is not there."""
     here = downloader.entries(manifest, "datasets")
-    names = [f"fineweb10B_{variant}" for variant in variants] if variants else sorted(here)
+    names = [f"fineweb10B_{variant}" for variant in dict.fromkeys(variants)] if variants else sorted(here)
     unknown = [name.removeprefix("fineweb10B_") for name in names if name not in here]
     if unknown or not names:
         has = ", ".join(sorted(name.removeprefix("fineweb10B_") for name in here))

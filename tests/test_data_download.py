@@ -930,6 +930,11 @@ def test_publishing_again_sends_nothing_twice(hub, export):
     assert "put" not in hub.calls
 
 
+def test_a_variant_named_twice_is_published_once(export):
+    twice = publish.prepare(export, ["sp512", "sp512"])
+    assert [row["name"] for row in twice.manifest["datasets"]] == ["fineweb10B_sp512"]
+
+
 def test_interrupted_upload_is_continued(hub, export):
     hub.refused_puts = [3]
     if upload("me/mine", "--data-dir", export).returncode:
