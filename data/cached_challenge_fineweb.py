@@ -5,9 +5,9 @@
     python data/cached_challenge_fineweb.py --variant sp4096 --list             # what the repository has
     python data/cached_challenge_fineweb.py --variant sp4096 --verify           # hash what is here, refetch bad files
 
-Running it again fetches only what is missing or damaged, and continues half-fetched files where they end. Files arrive
-under .download/, are checked (size, shard header, sha256) and only then renamed into place. The token for private
-repositories is the one in HF_TOKEN; it is never printed.
+Running it again fetches only what is missing, damaged or of another origin, and continues half-fetched files where they
+end. Files arrive under .download/, are checked (size, shard header, sha256) and only then renamed into place. The token
+for private repositories is the one in HF_TOKEN; it is never printed.
 
 Exit codes: 0 everything asked for is in place; 1 the network failed too often, so run the same command again;
 2 the request, the repository, a file or the disk is at fault, as the message says; 130 interrupted.
@@ -330,11 +330,11 @@ def check_not_own(dataset: dict, data_dir: Path) -> None:
     path = data_dir / "manifest.json"
     here = entries(shards.read_json(path), "datasets") if path.exists() else {}
     for name, row in here.items():
-        same = name == dataset["name"] or row.get("tokenizer_name") == dataset["tokenizer_name"]
+        same = name == dataset["name"] or row.get("tokenizer_name") == dataset.get("tokenizer_name")
         if same and "downloaded_from" not in row:
             raise DataError(
                 f"{path}: {name} was exported here, and {dataset['name']} would overwrite files of it; choose another "
-                "folder with --data-dir"
+                "folder with --data-dir, or remove this manifest if they are not yours"
             )
 
 
