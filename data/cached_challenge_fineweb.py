@@ -40,6 +40,7 @@ from shards import DamagedFileError, DataError
 
 MAX_SHARDS = 100_000  # file numbers have six digits; a larger count in a manifest is nonsense
 ORIGIN_NAME = ".origin.json"  # in the folder of the data set, so that it goes where the shards go
+ASIDE = ".other"  # no pattern for shards finds such names
 SPARE_DISK_BYTES = 50_000_000
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -326,12 +327,15 @@ def fetch_all(missing: list[WantedFile], hub: Hub, data_dir: Path) -> None:
 
 
 def check_not_own(dataset: dict, data_dir: Path) -> None:
-    """DataError when an export made here has this name or this tokenizer: it is not ours to overwrite."""
+    """DataError when an export made here has this name or this tokenizer: it is not ours to overwrite.
+
+    A row that equals the repository's is of an older download, which noted no origin.
+    """
     path = data_dir / "manifest.json"
     here = entries(shards.read_json(path), "datasets") if path.exists() else {}
     for name, row in here.items():
         same = name == dataset["name"] or row.get("tokenizer_name") == dataset.get("tokenizer_name")
-        if same and "downloaded_from" not in row:
+        if same and "downloaded_from" not in row and row != dataset:
             raise DataError(
                 f"{path}: {name} was exported here, and {dataset['name']} would overwrite files of it; choose another "
                 "folder with --data-dir, or remove this manifest if they are not yours"
@@ -343,7 +347,7 @@ def origin_of(hub: Hub) -> dict:
 
 
 def settle_origin(snapshot: Snapshot, dataset: dict, hub: Hub, data_dir: Path) -> None:
-    """Note the origin of the data set before its first file comes; what is here from elsewhere goes.
+    """Note the origin of the data set before its first file comes; what is here from elsewhere steps aside.
 
     Sets of other origins have files of the same sizes, so without the note only a hash tells whose file it is.
     """
@@ -355,10 +359,14 @@ def settle_origin(snapshot: Snapshot, dataset: dict, hub: Hub, data_dir: Path) -
     here = [describe_file(snapshot, path, paths[path]) for path in paths if (data_dir / path).exists()]
     hashed = [file for file in here if file.sha256]
     others = find_missing(hashed, hub, data_dir, True) + [file for file in here if not file.sha256]
-    for file in others:
-        inside(data_dir, file.relative).unlink()
+    for path in [inside(data_dir, file.relative) for file in others]:
+        path.replace(path.with_name(path.name + ASIDE))
     if others:
-        print(f"{len(others)} of {len(here)} files here are not known to be of {hub.repository}: removed", flush=True)
+        print(
+            f"{len(others)} of {len(here)} files here are not known to be of {hub.repository}: renamed to *{ASIDE}; "
+            "delete them when nobody needs them",
+            flush=True,
+        )
     write_json_inside(data_dir, note, origin_of(hub))
 
 

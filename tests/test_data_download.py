@@ -100,7 +100,8 @@ def shard(name):
 def check_complete(hub, data_dir, train_shards=3):
     folder = data_dir / "datasets/fineweb10B_sp512"
     names = [f"fineweb_val_{i:06d}.bin" for i in range(2)] + [f"fineweb_train_{i:06d}.bin" for i in range(train_shards)]
-    assert sorted(path.name for path in folder.iterdir()) == sorted([".origin.json", *names])
+    there = [path.name for path in folder.iterdir() if path.suffix != ".other"]
+    assert sorted(there) == sorted([".origin.json", *names])
     for name in names:
         assert (folder / name).read_bytes() == hub.files[f"{REMOTE}/{name}"]
         assert not (folder / name).is_symlink()
@@ -498,7 +499,8 @@ def test_shards_of_another_repository_are_replaced(hub, download, tmp_path):
     republish(hub, "other/repo")
     output = ok(download(tmp_path, "--repo-id", "other/repo", "--train-shards", 1))
     assert "4 of 7 files here are not known to be of other/repo" in output and "2 fetched" in output
-    assert len(list(tmp_path.glob("datasets/*/*_train_*"))) == 1  # nobody trains on a mixture
+    assert len(list(tmp_path.glob("datasets/*/*_train_*.bin"))) == 1  # nobody trains on a mixture
+    assert len(list(tmp_path.glob("datasets/*/*_train_*.bin.other"))) == 3  # and nothing is lost
     check_train_shards(hub, tmp_path, "other/repo", 1)
     origin = json.loads((tmp_path / "manifest.json").read_text())["datasets"][0]["downloaded_from"]
     assert (origin["repo_id"], origin["commit"]) == ("other/repo", COMMIT)
@@ -535,6 +537,14 @@ def test_without_a_note_of_the_origin_hashes_decide(hub, download, tmp_path):
     hub.has_tree = False
     (tmp_path / ".manifests").rename(tmp_path / "old")
     assert "7 fetched" in ok(download(tmp_path))
+
+
+def test_a_folder_of_a_downloader_that_noted_no_origin_goes_on(hub, download, tmp_path):
+    ok(download(tmp_path, "--train-shards", 1))
+    (tmp_path / "datasets/fineweb10B_sp512/.origin.json").unlink()
+    (tmp_path / "manifest.json").write_bytes(hub.files[f"{REPO}/datasets/manifest.json"])
+    ok(download(tmp_path))
+    check_complete(hub, tmp_path)
 
 
 def test_an_export_made_here_is_not_overwritten(hub, download, tmp_path):
