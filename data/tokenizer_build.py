@@ -66,6 +66,9 @@ class TokenizerSpec:
             raise self.error(f"transform {self.transform!r}: only 'caseops' exists, and only for kind 'sentencepiece'")
         if not isinstance(self.trainer, dict) or set(self.trainer) - OVERRIDABLE:
             raise self.error(f"trainer {self.trainer}: only these can be overridden: {sorted(OVERRIDABLE)}")
+        rule = RECIPE_SETTINGS["normalization_rule_name"]
+        if self.transform and self.normalization != rule:  # one that folds case would do so unmarked
+            raise self.error(f"normalization_rule_name {self.normalization!r}: a transform needs {rule!r}; omit it")
 
     def error(self, problem: str) -> DataError:
         return DataError(f"tokenizer {self.name}: {problem}")
@@ -293,7 +296,7 @@ def write_model(spec: TokenizerSpec, model: bytes, folder: Path) -> dict:
 
 def check_caseops_model(tokenizer: spm.SentencePieceProcessor, source: str) -> None:
     """DataError unless every marker is a piece of its own and the model changes no character."""
-    probe = "\ufb01 two  spaces \u00bd"
+    probe = "\ufb01 two  spaces \u00bd A \uff21 \u00c9"
     known = all(not tokenizer.is_unknown(tokenizer.piece_to_id(marker)) for marker in caseops.MARKERS)
     if not known or tokenizer.decode(tokenizer.encode(probe)) != probe:
         raise DataError(

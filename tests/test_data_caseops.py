@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import sys
 import types
@@ -200,3 +201,22 @@ def test_a_model_is_reused_and_others_are_refused(exported, tmp_path):
 def test_bad_transforms_are_refused(changes):
     with pytest.raises(shards.DataError, match="only 'caseops' exists"):
         tokenizer_build.TokenizerSpec(**{"name": "t", "kind": "sentencepiece", "vocab_size": 330, **changes})
+
+
+@pytest.mark.parametrize("rule", ["nmt_nfkc_cf", "nfkc_cf", "identity"])
+def test_a_transform_takes_the_normalisation_of_the_recipe_only(rule):
+    """One that folds case would throw the capitals away before a marker could stand for them."""
+    trainer = {"normalization_rule_name": rule}
+    with pytest.raises(shards.DataError, match=f"normalization_rule_name '{rule}'.*a transform needs 'nmt_nfkc'"):
+        tokenizer_build.TokenizerSpec("t", "sentencepiece", 330, trainer=trainer, transform="caseops")
+
+
+def test_a_model_that_folds_case_by_itself_is_no_caseops_model(tmp_path):
+    (tmp_path / "fold.tsv").write_text("41\t61\n")  # A to a, all else stays
+    model = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the a cat"] * 50), model_writer=model, vocab_size=290, model_type="bpe",
+        byte_fallback=True, hard_vocab_limit=False, normalization_rule_tsv=str(tmp_path / "fold.tsv"), minloglevel=2,
+        remove_extra_whitespaces=False, add_dummy_prefix=False, user_defined_symbols=list(caseops.MARKERS))
+    with pytest.raises(shards.DataError, match="identity normalisation"):
+        tokenizer_build.check_caseops_model(spm.SentencePieceProcessor(model_proto=model.getvalue()), "x")
