@@ -215,8 +215,9 @@ def count_bytes(tokens: np.ndarray, tables: ByteTables) -> int:
 def check_tokenizer(
     tokenizer: spm.SentencePieceProcessor, vocab_size: int, source: str, byte_files: bool = False
 ) -> None:
-    """DataError unless the model has vocab_size pieces, the special ids of the recipe and a lone space marker.
+    """DataError unless the model has vocab_size pieces, the recipe's special ids, every byte and a lone space marker.
 
+    Without a piece for every byte, a character that no piece holds becomes unknown and counts no bytes at all.
     Without the lone marker a space falls back to three byte pieces, and bits per byte looks a fifth better than it is.
     So it does with a marker inside a piece, where the metric counts 3 bytes, unless `byte_files` replace its count.
     """
@@ -230,6 +231,11 @@ def check_tokenizer(
         raise DataError(
             f"{source}: pad/bos/eos/unk ids are {special}, the recipe needs {(PAD_ID, BOS_ID, EOS_ID, UNK_ID)}; "
             "train it with data/download_hf_docs_and_tokenize.py"
+        )
+    if (count := sum(map(tokenizer.is_byte, range(size)))) != 256:
+        raise DataError(
+            f"{source}: the tokenizer has {count} byte pieces, not 256, so the bytes of rare characters would not be "
+            "counted; train it with byte_fallback"
         )
     marker = tokenizer.piece_to_id(SPACE_MARKER)
     if tokenizer.is_unknown(marker):

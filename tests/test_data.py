@@ -323,13 +323,27 @@ def test_cut_text_is_lossless_and_short_enough(text, limit):
     assert all(len(piece.encode("utf-8")) <= limit for piece in pieces)
 
 
-def test_pieces_with_a_space_inside_are_refused_unless_files_say_the_bytes():
+def train_tokenizer(**options):
+    """A tokenizer of another make than the recipe's."""
     model = io.BytesIO()
+    settings = {"vocab_size": 280, "model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False, **options}
+    ids = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
+    sentences = iter(["of the wood"] * 50)
     spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(["of the wood"] * 50), model_writer=model, vocab_size=280, model_type="bpe",
-        minloglevel=2, byte_fallback=True, hard_vocab_limit=False, user_defined_symbols=["of\u2581the"],
-        pad_id=0, bos_id=1, eos_id=2, unk_id=3)
-    tokenizer = spm.SentencePieceProcessor(model_proto=model.getvalue())
+        sentence_iterator=sentences, model_writer=model, minloglevel=2, **ids, **settings
+    )
+    return spm.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def test_a_tokenizer_without_byte_pieces_is_refused():
+    """Its unknown characters would count no bytes, so that bits per byte came out wrong."""
+    tokenizer = train_tokenizer(byte_fallback=False, vocab_size=30)
+    with pytest.raises(shards.DataError, match=r"x: the tokenizer has 0 byte pieces, not 256.*byte_fallback"):
+        shards.check_tokenizer(tokenizer, tokenizer.get_piece_size(), "x")
+
+
+def test_pieces_with_a_space_inside_are_refused_unless_files_say_the_bytes():
+    tokenizer = train_tokenizer(user_defined_symbols=["of\u2581the"])
     with pytest.raises(shards.DataError, match=r"x: piece 'of.u2581the' has a space that is not its first character"):
         shards.check_tokenizer(tokenizer, tokenizer.get_piece_size(), "x")
     shards.check_tokenizer(tokenizer, tokenizer.get_piece_size(), "x", byte_files=True)
