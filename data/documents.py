@@ -10,17 +10,19 @@ import glob
 import gzip
 import hashlib
 import importlib
+import io
 import json
 import lzma
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import shards
 from shards import DataError
 
 BLOCK_BYTES = 1 << 20
+ZST_READ_BYTES = 1 << 14  # at a time: what they unpack to is in memory at once
 COMPRESSED = (".gz", ".xz", ".zst")
 DAMAGE = ("EOFError", "LZMAError", "BadGzipFile", "error", "ZstdError")  # by name: some classes may not be installed
 PARQUET_ROWS = 1024
@@ -105,11 +107,38 @@ def optional_module(name: str, package: str, purpose: str):
         raise DataError(f"{purpose} needs a package that is not installed: pip install {package}") from None
 
 
+class ZstReader(io.RawIOBase):
+    """The frames of a .zst file, one after the other. zstandard's own reader takes a file cut short for a whole one."""
+
+    def __init__(self, path: Path, decompressor: Any) -> None:
+        self.file, self.decompressor = path.open("rb"), decompressor
+        self.frame, self.packed, self.text = None, b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+    def readinto(self, buffer: memoryview) -> int:
+        while not self.text and (packed := self.packed or self.file.read(ZST_READ_BYTES)):
+            self.frame = self.frame or self.decompressor.decompressobj()
+            self.text, self.packed = self.frame.decompress(packed), self.frame.unused_data
+            self.frame = None if self.frame.eof else self.frame
+        if not self.text and self.frame:
+            raise EOFError("its last frame has no end")
+        part, self.text = self.text[: len(buffer)], self.text[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+
 def open_zst(path: Path) -> BinaryIO:
     try:
         from compression import zstd  # the standard library's, from Python 3.14 on
     except ImportError:
-        zstd = optional_module("zstandard", "zstandard", f"{path}: reading .zst")
+        zstandard = optional_module("zstandard", "zstandard", f"{path}: reading .zst")
+        return io.BufferedReader(ZstReader(path, zstandard.ZstdDecompressor()), BLOCK_BYTES)
     return zstd.open(path, "rb")
 
 

@@ -47,7 +47,7 @@ def run_cli(main: Callable[[], None]) -> None:
     try:
         main()
     except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {str(error) or type(error).__name__}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)

@@ -665,9 +665,26 @@ def test_skip_byte_leaves_out_byte_tokenizers(tmp_path):
         tokenizer_build.load_specs(path, [], False, True)
 
 
-def test_zst_gives_the_same_documents(exported, tmp_path):
-    (tmp_path / "d.jsonl.zst").write_bytes(compress(exported.docs.read_bytes(), ".zst"))
-    assert list(documents.find_jsonl(tmp_path / "d.jsonl.zst").texts()) == exported.texts
+def test_zst_gives_the_same_documents_in_any_number_of_frames(tmp_path):
+    texts = [f"{random.Random(number).getrandbits(8000):x}" for number in range(1200)]  # more than one block
+    raw = helpers.write_docs(tmp_path, texts, docs_val=4).read_bytes()
+    path, cut = tmp_path / "d.jsonl.zst", len(raw) // 3
+    for packed in (compress(raw, ".zst"), compress(raw[:cut], ".zst") + compress(raw[cut:], ".zst")):
+        path.write_bytes(packed)
+        assert list(documents.find_jsonl(path).texts()) == texts
+        for length in (len(packed) // 5, len(packed) - 1):
+            path.write_bytes(packed[:length])
+            with pytest.raises(shards.DataError, match=r"d\.jsonl\.zst: damaged or cut short"):
+                list(documents.find_jsonl(path).line_blocks())
+
+
+def test_an_error_without_words_is_named(capsys):
+    def main():
+        raise io.UnsupportedOperation
+
+    with pytest.raises(SystemExit):
+        shards.run_cli(main)
+    assert capsys.readouterr().err == "error: UnsupportedOperation\n"
 
 
 def test_train_docs_and_trainer_settings_change_the_model(exported, tmp_path):
