@@ -40,6 +40,18 @@ def locked(root: Path) -> AbstractContextManager[None]:
     return shards.locked(root / LOCK_NAME, busy)
 
 
+def check_places(root: Path) -> None:
+    """DataError unless what is finished can be moved into the folder in one step: within one disk, into folders."""
+    for place in (root / "datasets", root / "tokenizers"):
+        if os.path.lexists(place) and not place.is_dir():  # a link to nothing among them
+            raise DataError(f"{place} is a file where a folder belongs; remove it, or give another --output-root")
+        if place.exists() and place.stat().st_dev != root.stat().st_dev:
+            raise DataError(
+                f"{place} is on another disk than {root}, and finished data are moved in, not copied; give an "
+                "--output-root that is on that disk itself"
+            )
+
+
 def swap_in(staging: Path, root: Path) -> None:
     """Move a complete staging folder into place. Safe to run again after an interruption.
 
@@ -192,6 +204,7 @@ def main() -> None:
     specs = tokenizer_build.load_specs(args.tokenizer_config, args.reuse_sp_model, args.byte260, args.skip_byte)
     args.output_root.mkdir(parents=True, exist_ok=True)
     with locked(args.output_root):
+        check_places(args.output_root)
         staging = recover(args.output_root)
         source = find_documents(args)
         sidecar = documents.read_sidecar(documents.find_sidecar(source, args.docs_manifest))

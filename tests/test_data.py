@@ -492,6 +492,22 @@ def test_two_exports_into_one_folder_are_refused(exported, tmp_path):
     assert export(exported.docs, tmp_path, exported.folder / "specs.json").returncode == 0
 
 
+@pytest.mark.parametrize("name", ["datasets", "tokenizers"])
+def test_places_that_nothing_can_be_moved_to_stop_before_any_work(exported, tmp_path, name):
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / name).write_text("mine")
+    result = export(exported.docs, tmp_path / "file", exported.folder / "specs.json")
+    assert_refused(result, f"{name} is a file where a folder belongs")
+    elsewhere = Path("/dev/shm")
+    if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("no other disk here")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / name).symlink_to(elsewhere)
+    result = export(exported.docs, tmp_path / "link", exported.folder / "specs.json")
+    assert_refused(result, f"{name} is on another disk than", "--output-root")
+    assert "documents" not in result.stdout
+
+
 # ---------------------------------------------------------------- engines and input formats
 
 
