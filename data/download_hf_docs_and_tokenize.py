@@ -96,8 +96,6 @@ def build(args: argparse.Namespace, specs: list[TokenizerSpec], found: Documents
     def make_engine(plan: export.Plan):
         return export.make_engine(plan, args.engine, args.workers, args.ray_address)
 
-    if (args.output_root / "manifest.json").exists():
-        shards.read_json(args.output_root / "manifest.json")  # a damaged one is better told now than at the end
     (staging / "tokenizers").mkdir(parents=True)
     try:
         tokenizers = [
@@ -206,6 +204,8 @@ def main() -> None:
     with locked(args.output_root):
         check_places(args.output_root)
         staging = recover(args.output_root)
+        if (args.output_root / "manifest.json").exists():
+            shards.read_manifest(args.output_root / "manifest.json")  # a damaged one is better told now than at the end
         source = find_documents(args)
         sidecar = documents.read_sidecar(documents.find_sidecar(source, args.docs_manifest))
         docs_val, unofficial = documents.choose_val_docs(args.val_docs, sidecar, args.unofficial_split)

@@ -288,7 +288,7 @@ def read_json(path: Path) -> dict:
     except ValueError as error:
         raise DataError(f"{path}: not valid JSON ({error}); remove it or write it again") from None
     if not isinstance(value, dict):
-        raise DataError(f"{path}: expected a JSON object, found {type(value).__name__}")
+        raise DataError(f"{path}: expected a JSON object, found {type(value).__name__}; remove it or write it again")
     return value
 
 
@@ -299,16 +299,27 @@ def write_json(path: Path, value: dict) -> None:
     temporary.replace(path)
 
 
+def read_manifest(path: Path) -> dict:
+    """A manifest whose datasets and tokenizers are lists of objects with a name; DataError when they are not."""
+    manifest = read_json(path)
+    for key in ("datasets", "tokenizers"):
+        rows = manifest.setdefault(key, [])
+        is_good = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+        if not is_good or not all(isinstance(row.get("name"), str) for row in rows):
+            raise DataError(f"{path}: {key} is {rows!r:.80}, not a list of objects with a name; mend or remove it")
+    return manifest
+
+
 def merge_manifest(path: Path, new: dict) -> dict:
     """`new` plus the datasets and tokenizers that the manifest at path lists under other names.
 
     So one data folder can hold several variants. Each dataset entry names its own documents; the fields above are the
     newest export's.
     """
-    old = read_json(path) if path.exists() else {}
+    old = read_manifest(path) if path.exists() else {"datasets": [], "tokenizers": []}
     merged = dict(new)
     for key in ("datasets", "tokenizers"):
         names = {entry["name"] for entry in new[key]}
-        kept = [entry for entry in old.get(key, []) if isinstance(entry, dict) and entry.get("name") not in names]
-        merged[key] = sorted(kept + new[key], key=lambda entry: str(entry["name"]))
+        kept = [entry for entry in old[key] if entry["name"] not in names]
+        merged[key] = sorted(kept + new[key], key=lambda entry: entry["name"])
     return merged

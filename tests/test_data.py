@@ -508,6 +508,14 @@ def test_places_that_nothing_can_be_moved_to_stop_before_any_work(exported, tmp_
     assert "documents" not in result.stdout
 
 
+@pytest.mark.parametrize("junk", ['{"datasets": null}', '{"datasets": [{"x": 1}]}', '{"tokenizers": [5]}', "[]", "{"])
+def test_a_manifest_that_nothing_can_be_added_to_stops_before_any_work(exported, tmp_path, junk):
+    (tmp_path / "manifest.json").write_text(junk)
+    result = export(exported.docs, tmp_path, exported.folder / "specs.json")
+    assert_refused(result, f"{tmp_path}/manifest.json: ", "remove")
+    assert "documents" not in result.stdout and (tmp_path / "manifest.json").read_text() == junk
+
+
 # ---------------------------------------------------------------- engines and input formats
 
 
