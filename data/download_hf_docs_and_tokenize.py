@@ -90,6 +90,12 @@ def recover(root: Path) -> Path:
     return staging
 
 
+def check_manifest(path: Path, specs: list[TokenizerSpec]) -> None:
+    """DataError when the new entries could not be added to the manifest at path: better now than at the end."""
+    tokenizers = [{"name": spec.name, "path": spec.path} for spec in specs]
+    shards.merge_manifest(path, {"tokenizers": tokenizers, "datasets": [{"name": spec.dataset_name} for spec in specs]})
+
+
 def build(args: argparse.Namespace, specs: list[TokenizerSpec], found: Documents, staging: Path) -> dict:
     """Everything into the staging folder, then into place; returns the new manifest."""
 
@@ -204,8 +210,7 @@ def main() -> None:
     with locked(args.output_root):
         check_places(args.output_root)
         staging = recover(args.output_root)
-        if (args.output_root / "manifest.json").exists():
-            shards.read_manifest(args.output_root / "manifest.json")  # a damaged one is better told now than at the end
+        check_manifest(args.output_root / "manifest.json", specs)
         source = find_documents(args)
         sidecar = documents.read_sidecar(documents.find_sidecar(source, args.docs_manifest))
         docs_val, unofficial = documents.choose_val_docs(args.val_docs, sidecar, args.unofficial_split)

@@ -292,7 +292,7 @@ def export_dataset(
     """Write both splits of one variant into the staging folder; returns its manifest entry."""
     folder = staging / "datasets" / spec.dataset_name
     folder.mkdir(parents=True)
-    model = b"" if spec.kind == "byte" else (staging / f"tokenizers/{spec.file_stem}.model").read_bytes()
+    model = b"" if spec.kind == "byte" else (staging / spec.path).read_bytes()
     plan = Plan(spec.kind, model, found.source.name, spec.transform, spec.normalization)
     sidecar_dtype = plan.make_encoder().sidecar_dtype
     totals = {

@@ -314,7 +314,7 @@ def merge_manifest(path: Path, new: dict) -> dict:
     """`new` plus the datasets and tokenizers that the manifest at path lists under other names.
 
     So one data folder can hold several variants. Each dataset entry names its own documents; the fields above are the
-    newest export's.
+    newest export's. DataError where a kept dataset would lose its tokenizer to another of the same name.
     """
     old = read_manifest(path) if path.exists() else {"datasets": [], "tokenizers": []}
     merged = dict(new)
@@ -322,4 +322,17 @@ def merge_manifest(path: Path, new: dict) -> dict:
         names = {entry["name"] for entry in new[key]}
         kept = [entry for entry in old[key] if entry["name"] not in names]
         merged[key] = sorted(kept + new[key], key=lambda entry: entry["name"])
+    new_paths = {entry["name"]: tokenizer_path(entry) for entry in new["tokenizers"]}
+    old_paths = {entry["name"]: tokenizer_path(entry) for entry in old["tokenizers"]}
+    in_use = [entry.get("tokenizer_name") for entry in merged["datasets"] if entry not in new["datasets"]]
+    for name, new_path in new_paths.items():
+        if name in in_use and old_paths.get(name, new_path) != new_path:
+            raise DataError(
+                f"{path}: tokenizer {name!r} is {old_paths[name]} there, and {new_path} here; give one of them "
+                "another name, or use another folder"
+            )
     return merged
+
+
+def tokenizer_path(entry: dict) -> object:
+    return entry.get("model_path") or entry.get("path")

@@ -83,9 +83,11 @@ class TokenizerSpec:
         return f"fineweb10B_{self.variant}"
 
     @property
-    def file_stem(self) -> str:
+    def path(self) -> str:
+        """Of the tokenizer's file in the data folder."""
         suffix = f"_{self.transform}" if self.transform else ""
-        return "fineweb_pure_byte_260" if self.kind == "byte" else f"fineweb_{self.vocab_size}_bpe{suffix}"
+        name = "pure_byte_260.json" if self.kind == "byte" else f"{self.vocab_size}_bpe{suffix}.model"
+        return f"tokenizers/fineweb_{name}"
 
     @property
     def normalization(self) -> str:
@@ -111,9 +113,11 @@ def load_specs(path: Path, reuse: list[str], byte260: bool, skip_byte: bool = Fa
             f"--reuse-sp-model {unused[0].removeprefix('sp')}: {path} has no such SentencePiece tokenizer; "
             f"it has {[spec.name for spec in specs]}"
         )
-    variants = [spec.variant for spec in specs]
+    names, variants = [spec.name for spec in specs], [spec.variant for spec in specs]
     if not specs or len(set(variants)) < len(variants):
         raise DataError(f"{path}: variants {variants}; list at least one tokenizer and each variant once")
+    if len(set(names)) < len(names):
+        raise DataError(f"{path}: names {names}; give each tokenizer a name of its own")
     return specs
 
 
@@ -262,9 +266,9 @@ def build_tokenizer(spec: TokenizerSpec, documents: Documents, folder: Path, for
     entry = {"name": spec.name, "kind": spec.kind, "vocab_size": spec.vocab_size}
     entry |= {"bos_id": shards.BOS_ID, "eos_id": shards.EOS_ID}
     if spec.kind == "byte":
-        path = folder / f"{spec.file_stem}.json"
+        path = folder / Path(spec.path).name
         shards.write_json(path, {**entry, "pad_id": shards.PAD_ID, "unk_id": shards.UNK_ID, "byte_offset": 4})
-        return {**entry, "path": f"tokenizers/{path.name}", "sha256": shards.sha256_file(path)}
+        return {**entry, "path": spec.path, "sha256": shards.sha256_file(path)}
     if spec.reuse:
         model = spec.reuse.read_bytes()
     else:
@@ -283,11 +287,12 @@ def write_model(spec: TokenizerSpec, model: bytes, folder: Path) -> dict:
     shards.check_tokenizer(tokenizer, spec.vocab_size, source, byte_files=bool(spec.transform))
     if spec.transform:
         check_caseops_model(tokenizer, source)
-    model_path, vocab_path = folder / f"{spec.file_stem}.model", folder / f"{spec.file_stem}.vocab"
+    model_path = folder / Path(spec.path).name
+    vocab_path = model_path.with_suffix(".vocab")
     model_path.write_bytes(model)
     vocab = "".join(f"{tokenizer.id_to_piece(i)}\t{tokenizer.get_score(i):g}\n" for i in range(spec.vocab_size))
     vocab_path.write_text(vocab, encoding="utf-8", newline="\n")
-    entry = {"model_path": f"tokenizers/{model_path.name}", "vocab_path": f"tokenizers/{vocab_path.name}"}
+    entry = {"model_path": spec.path, "vocab_path": f"tokenizers/{vocab_path.name}"}
     if spec.transform:
         entry["transform"] = {"name": spec.transform, "version": caseops.VERSION, "normalization": spec.normalization}
     sha256 = hashlib.sha256(model).hexdigest()

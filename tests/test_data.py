@@ -516,6 +516,18 @@ def test_a_manifest_that_nothing_can_be_added_to_stops_before_any_work(exported,
     assert "documents" not in result.stdout and (tmp_path / "manifest.json").read_text() == junk
 
 
+def test_two_tokenizers_of_one_name_are_refused(exported, tmp_path):
+    path = helpers.write_specs(tmp_path / "s.json", 330, name="sp_bpe_320")
+    manifest = (exported.out / "manifest.json").read_bytes()
+    refused = export(exported.docs, exported.out, path)
+    assert_refused(refused, "tokenizer 'sp_bpe_320' is tokenizers/fineweb_320_bpe.model there", "another name")
+    assert "documents" not in refused.stdout and (exported.out / "manifest.json").read_bytes() == manifest
+    (entry,) = json.loads(path.read_text())["tokenizers"]
+    path.write_text(json.dumps({"tokenizers": [entry, {**entry, "vocab_size": 340}]}))
+    with pytest.raises(shards.DataError, match="a name of its own"):
+        tokenizer_build.load_specs(path, [], byte260=False)
+
+
 # ---------------------------------------------------------------- engines and input formats
 
 
