@@ -56,7 +56,9 @@ def swap_in(staging: Path, root: Path) -> None:
     """Move a complete staging folder into place. Safe to run again after an interruption.
 
     Whenever it is cut off, a data set is there in whole with its own tokenizer and manifest, or is not there at all.
+    The manifest is merged here and not before, since a download may have added to it in the meantime.
     """
+    manifest = shards.merge_manifest(root / "manifest.json", shards.read_manifest(staging / "manifest.json"))
     fresh = sorted((staging / "datasets").glob("*"))
     for name in ("datasets", "tokenizers"):
         (root / name).mkdir(exist_ok=True)
@@ -64,8 +66,7 @@ def swap_in(staging: Path, root: Path) -> None:
         move_away(root / "datasets" / source.name, staging / "old" / source.name)
     for source in sorted((staging / "tokenizers").glob("*")):
         source.replace(root / "tokenizers" / source.name)
-    if (staging / "manifest.json").exists():
-        (staging / "manifest.json").replace(root / "manifest.json")
+    shards.write_json(root / "manifest.json", manifest)
     for source in fresh:
         source.rename(root / "datasets" / source.name)
     (staging / COMPLETE_MARK).unlink()
@@ -109,8 +110,7 @@ def build(args: argparse.Namespace, specs: list[TokenizerSpec], found: Documents
         ]
         datasets = [export.export_dataset(spec, found, staging, args.shard_tokens, make_engine) for spec in specs]
         manifest = make_manifest(found, specs, tokenizers, datasets, args.shard_tokens)
-        merged = shards.merge_manifest(args.output_root / "manifest.json", manifest)
-        shards.write_json(staging / "manifest.json", merged)
+        shards.write_json(staging / "manifest.json", manifest)
         (staging / COMPLETE_MARK).touch()
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)

@@ -422,8 +422,12 @@ class KilledError(BaseException):
 def make_set(base, content):
     for name in ("datasets/fineweb10B_sp1", "datasets/fineweb10B_sp2", "tokenizers"):
         (base / name).mkdir(parents=True)
-        (base / name / "fineweb_val_000000.bin").write_text(content)
-    (base / "manifest.json").write_text(content)
+        (base / name / "fineweb_val_000000.bin").write_text(json.dumps({"version": content}))
+    (base / "manifest.json").write_text(json.dumps({"version": content, "datasets": [{"name": content}]}))
+
+
+def version_of(path):
+    return json.loads(path.read_text())["version"]
 
 
 def test_swap_cut_off_anywhere_is_whole_and_can_be_finished(tmp_path, monkeypatch):
@@ -452,13 +456,23 @@ def test_swap_cut_off_anywhere_is_whole_and_can_be_finished(tmp_path, monkeypatc
         except KilledError:
             finished = False
         monkeypatch.undo()
-        seen = {path.read_text() for name in ("sp1", "sp2") for path in root.glob(f"datasets/fineweb10B_{name}/*.bin")}
-        seen |= {path.read_text() for path in (root / "manifest.json", *root.glob("tokenizers/*")) if seen}
+        seen = {version_of(path) for name in ("sp1", "sp2") for path in root.glob(f"datasets/fineweb10B_{name}/*.bin")}
+        seen |= {version_of(path) for path in (root / "manifest.json", *root.glob("tokenizers/*")) if seen}
         assert len(seen) <= 1 or not list(root.glob("datasets/*/*"))
         staging = exporter.recover(root)
         assert not staging.exists()
-        assert {path.read_text() for path in root.rglob("*") if path.is_file()} == {"new"}
+        assert {version_of(path) for path in root.rglob("*") if path.is_file()} == {"new"}
+        assert [row["name"] for row in shards.read_manifest(root / "manifest.json")["datasets"]] == ["new", "old"]
     assert finished
+
+
+def test_finishing_an_export_keeps_what_was_added_to_the_manifest_meanwhile(tmp_path):
+    make_set(tmp_path / ".staging", "new")
+    (tmp_path / ".staging/COMPLETE").touch()
+    (tmp_path / "manifest.json").write_text(json.dumps({"datasets": [{"name": "downloaded"}]}))
+    exporter.recover(tmp_path)
+    datasets = shards.read_manifest(tmp_path / "manifest.json")["datasets"]
+    assert [row["name"] for row in datasets] == ["downloaded", "new"]
 
 
 def test_export_killed_at_random_moments_never_leaves_half_a_set(exported, tmp_path):
