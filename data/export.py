@@ -6,6 +6,7 @@ out; so the bytes do not depend on the engine or on the number of workers. At mo
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import queue
@@ -299,10 +300,10 @@ def export_dataset(
         "val": SplitTotals(shards.ShardWriter(folder, "val", shard_tokens, sidecar_dtype)),
         "train": SplitTotals(shards.ShardWriter(folder, "train", shard_tokens)),
     }
-    write_all(plan, make, found, totals, spec.variant)
+    sha256 = write_all(plan, make, found, totals, spec.variant)
     stats = totals["val"].stats() | totals["train"].stats()
-    if (docs := stats["docs_val"] + stats["docs_train"]) != found.num_docs:
-        raise DataError(f"{found.source.name}: {docs} documents, {found.num_docs} a moment ago; it changed: run again")
+    if sha256 != found.docs_sha256 or stats["docs_val"] + stats["docs_train"] != found.num_docs:
+        raise DataError(f"{found.source.name}: sha256 {sha256}, but {found.docs_sha256} before; it changed: run again")
     writers = [total.writer for total in totals.values()]
     entry = {"name": spec.dataset_name, "tokenizer_name": spec.name, "path": f"datasets/{spec.dataset_name}"}
     if sidecar_dtype:
@@ -317,16 +318,24 @@ def export_dataset(
 
 def write_all(
     plan: Plan, make: Callable[[Plan], Any], found: Documents, totals: dict[str, SplitTotals], name: str
-) -> None:
+) -> str:
+    """All documents into the shards; returns the sha256 of what was read, which need not be what was found before."""
     from tqdm import tqdm
 
-    engine = make(plan)
+    engine, digest = make(plan), hashlib.sha256()
+
+    def blocks() -> Iterator[Block]:
+        for block in found.source.blocks(found.docs_val):
+            digest.update(block.lines)
+            yield block
+
     try:
         with tqdm(total=found.num_docs, desc=name, unit="doc", disable=None) as bar:
-            for part in engine.run(found.source.blocks(found.docs_val)):
+            for part in engine.run(blocks()):
                 totals[part.split].add(part)
                 bar.update(part.docs)
         for total in totals.values():
             total.writer.close()
     finally:
         engine.close()
+    return digest.hexdigest()

@@ -566,6 +566,16 @@ def test_worker_processes_keep_the_order_and_end(exported, small_blocks):
     assert not any(process.is_alive() for process, _ in engine.workers)
 
 
+def test_documents_that_change_during_an_export_are_refused(tmp_path):
+    """As many of them as before: else the manifest would state hashes of documents that are in no shard."""
+    path = helpers.write_docs(tmp_path, helpers.make_texts(20), docs_val=4)
+    found = documents.scan_documents(documents.find_jsonl(path), 4, False, {})
+    helpers.write_docs(tmp_path, [text.upper() for text in helpers.make_texts(20)], docs_val=4)
+    spec = tokenizer_build.TokenizerSpec("pure_byte_260", "byte", 260)
+    with pytest.raises(shards.DataError, match=f"but {found.docs_sha256} before; it changed"):
+        engines.export_dataset(spec, found, tmp_path / "staging", 700, engines.SerialEngine)
+
+
 def test_death_of_a_worker_is_reported(exported, small_blocks):
     engine = engines.make_engine(golden_plan(), "local", 2, None)
     for process, _ in engine.workers:
