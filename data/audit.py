@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import caseops
 import documents
@@ -43,10 +45,18 @@ class Audit:
     shards: dict = field(default_factory=dict)
     documents: dict = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    is_partial: bool = False  # --train-shards: what is said of the whole train split is no yardstick for its shards
 
     def check(self, is_good: bool, problem: str) -> None:
         if not is_good:
             self.problems.append(f"{self.name}: {problem}")
+
+
+def checked(value: Any, kind: type, what: str) -> Any:
+    """A value of the manifest, an empty one for null. DataError when it is of another kind."""
+    if value is not None and type(value) is not kind:
+        raise DataError(f"the manifest's {what} is {value!r:.80}, not of type {kind.__name__}; fetch or build it again")
+    return kind() if value is None else value
 
 
 @dataclass(frozen=True)
@@ -70,15 +80,19 @@ def open_tokenizer(root: Path, entry: dict, audit: Audit) -> Tokenizer:
         tables = shards.pure_byte_tables()
         return Tokenizer(260, lambda tokens: shards.count_bytes(tokens, tables), None, lambda text: text)
     model = tokenizer_build.load_model(path.read_bytes(), str(path))
-    size = model.get_piece_size()
-    if transform := entry.get("transform"):
-        case_tables, prepare = caseops.token_tables(model), tokenizer_build.Preparation(transform["normalization"])
+    size, transform = model.get_piece_size(), checked(entry.get("transform"), dict, "transform")
+    shards.check_tokenizer(model, size, str(path), byte_files=bool(transform))
+    if transform:
+        rule = tokenizer_build.RECIPE_SETTINGS["normalization_rule_name"]
+        if (transform.get("name"), transform.get("normalization")) != ("caseops", rule):
+            raise DataError(f"{path}: transform {transform} is not 'caseops' with {rule!r}; fetch or build it again")
+        tokenizer_build.check_caseops_model(model, str(path))
+        case_tables, prepare = caseops.token_tables(model), tokenizer_build.Preparation(rule)
 
         def token_bytes(tokens: np.ndarray) -> np.ndarray:
             return caseops.token_bytes(tokens, case_tables)
 
         return Tokenizer(size, lambda tokens: int(token_bytes(tokens).sum()), token_bytes, prepare.normalize)
-    shards.check_tokenizer(model, size, str(path))
     tables = shards.sentencepiece_byte_tables(model)
     return Tokenizer(
         size,
@@ -137,12 +151,13 @@ def audit_split(audit: Audit, folder: Path, split: str, tokenizer: Tokenizer, dt
     audit.shards[split, "files"] = len(paths)
 
 
-def audit_files(audit: Audit, folder: Path, files: list[dict], is_partial: bool) -> None:
+def audit_files(audit: Audit, folder: Path, files: list) -> None:
     """Compare the sha256 of every file that the manifest lists."""
-    for entry in files:
-        path = folder / Path(entry["name"]).name
+    for row in files:
+        entry = checked(row, dict, "entry of a file")
+        path = folder / Path(checked(entry.get("name"), str, "name of a file")).name
         if not path.is_file():
-            audit.check(is_partial and "_train_" in path.name, f"{path.name} is missing")
+            audit.check(audit.is_partial and "_train_" in path.name, f"{path.name} is missing")
         elif entry.get("sha256"):
             audit.check(shards.sha256_file(path) == entry["sha256"], f"{path.name} is not the manifest's (sha256)")
 
@@ -166,7 +181,7 @@ def audit_documents(audit: Audit, source: documents.Source, splits: dict, docs_v
         )
     audit.documents = counts
     for split, digest in digests.items():
-        if expected := splits.get(split, {}).get("sha256"):
+        if expected := splits[split].get("sha256"):
             audit.check(digest.hexdigest() == expected, f"{source.name} has another {split} split (sha256)")
 
 
@@ -176,35 +191,47 @@ def audit_documents(audit: Audit, source: documents.Source, splits: dict, docs_v
 def read_totals(stats: dict) -> dict[tuple[str, str], int]:
     keys = {"docs": "docs_{}", "tokens": "tokens_{}", "files": "files_{}"}
     keys |= {"normalised": "bytes_{}_normalised", "source": "bytes_{}_source"}
-    named = {(split, total): stats.get(key.format(split)) for split in ("val", "train") for total, key in keys.items()}
-    return {place: value for place, value in named.items() if isinstance(value, int)}
+    named = {(split, total): key.format(split) for split in ("val", "train") for total, key in keys.items()}
+    return {place: checked(stats[key], int, key) for place, key in named.items() if stats.get(key) is not None}
 
 
 def audit_dataset(root: Path, dataset: dict, tokenizers: dict, source: documents.Source | None) -> Audit:
-    audit = Audit(dataset["name"], manifest=read_totals(dataset.get("stats") or {}))
-    folder = root / "datasets" / dataset["name"]
-    entry = tokenizers.get(dataset.get("tokenizer_name"))
+    audit = Audit(dataset["name"], manifest=read_totals(checked(dataset.get("stats"), dict, "stats")))
+    if not re.fullmatch(r"\w[\w.-]*", audit.name):
+        raise DataError(f"{audit.name!a}: not the name of a folder in datasets/; fetch or build the manifest again")
+    folder = root / "datasets" / audit.name
+    entry = tokenizers.get(checked(dataset.get("tokenizer_name"), str, "tokenizer_name"))
     if entry is None:
         raise DataError(f"{audit.name}: the manifest lists no tokenizer {dataset.get('tokenizer_name')!r}")
     tokenizer = open_tokenizer(root, entry, audit)
     here, listed = len(list(folder.glob("fineweb_train_*.bin"))), audit.manifest.get(("train", "files"), 0)
-    is_partial = here < listed and "downloaded_from" in dataset
-    if is_partial:  # --train-shards: what the manifest says of the whole split is no yardstick
-        print(f"{audit.name}: {here} of {listed} train shards are here, so train totals are counted, not compared")
-        audit.manifest = {place: value for place, value in audit.manifest.items() if place[0] != "train"}
-    audit_files(audit, folder, (dataset.get("files") or []) + (dataset.get("sidecars") or []), is_partial)
-    sidecar = (dataset.get("bytes_sidecar") or {}).get("dtype")
+    audit.is_partial = here < listed and "downloaded_from" in dataset
+    if audit.is_partial:
+        print(f"{audit.name}: {here} of {listed} train shards are here, so their totals are counted, not compared")
+    dtype, splits = sidecar_dtype(dataset), checked(dataset.get("splits"), dict, "splits")
+    splits = {split: checked(splits.get(split), dict, f"{split} split") for split in ("val", "train")}
+    audit_ranges(audit, splits)
+    audit_files(audit, folder, [row for key in ("files", "sidecars") for row in checked(dataset.get(key), list, key)])
     for split in ("val", "train"):
-        audit_split(audit, folder, split, tokenizer, sidecar if split == "val" else None)
-    splits = dataset.get("splits") or {}
-    ranges = [splits.get(split, {}).get(end) for split in ("val", "train") for end in ("first_doc", "last_doc")]
-    if all(isinstance(end, int) for end in ranges):
-        a, b, c, d = ranges
-        audit.check(b < c or d < a, f"val documents {a} to {b} and train documents {c} to {d} overlap")
+        audit_split(audit, folder, split, tokenizer, dtype if split == "val" else None)
     if source:
         docs_val = audit.manifest.get(("val", "docs"), shards.OFFICIAL_VAL_DOCS)
         audit_documents(audit, source, splits, docs_val, tokenizer)
     return audit
+
+
+def sidecar_dtype(dataset: dict) -> str | None:
+    dtype = checked(dataset.get("bytes_sidecar"), dict, "bytes_sidecar").get("dtype")
+    if dtype not in (None, "uint8", "uint16"):
+        raise DataError(f"the manifest's bytes_sidecar is of {dtype!r:.80}, not uint8 or uint16; build it again")
+    return dtype
+
+
+def audit_ranges(audit: Audit, splits: dict) -> None:
+    ranges = [splits[split].get(end) for split in ("val", "train") for end in ("first_doc", "last_doc")]
+    if all(isinstance(end, int) for end in ranges):
+        a, b, c, d = ranges
+        audit.check(b < c or d < a, f"val documents {a} to {b} and train documents {c} to {d} overlap")
 
 
 def canonical_line(audit: Audit, dataset: dict) -> str:
@@ -227,11 +254,6 @@ def canonical_line(audit: Audit, dataset: dict) -> str:
     return f"matches canonical: {', '.join(verdicts) or 'nothing known of this variant'}"
 
 
-def named_entries(manifest: dict, key: str) -> list[dict]:
-    rows = manifest.get(key) if isinstance(manifest.get(key), list) else []
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("name"), str)]
-
-
 def print_audit(audit: Audit, dataset: dict) -> None:
     note = " UNOFFICIAL SPLIT" if dataset.get("unofficial_split") else ""
     print(f"\n{audit.name} (tokenizer {dataset.get('tokenizer_name')}){note}")
@@ -239,10 +261,12 @@ def print_audit(audit: Audit, dataset: dict) -> None:
     for split in ("val", "train"):
         for total in ("files", *TOTALS):
             found = [place.get((split, total)) for place in (audit.manifest, audit.shards, audit.documents)]
-            known = {value for value in found if value is not None}
+            is_part = audit.is_partial and split == "train"
+            known = {value for value in (found[::2] if is_part else found) if value is not None}
             audit.check(len(known) <= 1, f"{split} {LABELS.get(total, total)} differ: {sorted(known)}")
+            verdict = "NO" if len(known) > 1 else "part" if is_part else "yes"
             cells = "".join(f"{'-' if value is None else f'{value:,}':>18}" for value in found)
-            print(f"  {split:<6}{LABELS.get(total, total):<13}{cells}  {'yes' if len(known) <= 1 else 'NO'}")
+            print(f"  {split:<6}{LABELS.get(total, total):<13}{cells}  {verdict}")
     print(f"  {canonical_line(audit, dataset)}", flush=True)
 
 
@@ -254,11 +278,11 @@ def main() -> None:
     inputs.add_argument("--docs-jsonl", type=Path, help="the documents, .jsonl, .gz, .xz or .zst")
     inputs.add_argument("--docs-parquet", nargs="+", metavar="PATH", help="the documents, as parquet")
     args = parser.parse_args()
-    manifest = shards.read_json(args.folder / "manifest.json")
+    manifest = shards.read_manifest(args.folder / "manifest.json")
     source = documents.find_parquet(args.docs_parquet) if args.docs_parquet else None
     source = documents.find_jsonl(args.docs_jsonl) if args.docs_jsonl else source
-    tokenizers = {entry["name"]: entry for entry in named_entries(manifest, "tokenizers")}
-    wanted = named_entries(manifest, "datasets")
+    tokenizers = {entry["name"]: entry for entry in manifest["tokenizers"]}
+    wanted = manifest["datasets"]
     if args.variant:
         wanted = [dataset for dataset in wanted if dataset["name"] == f"fineweb10B_{args.variant}"]
     if not wanted:

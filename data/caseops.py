@@ -106,13 +106,15 @@ def token_bytes(tokens: np.ndarray, tables: TokenTables) -> np.ndarray:
     """Scored bytes of the original text that each token stands for, (n,) int64; tokens: (n,) ids of whole documents.
 
     The rule of the metric: a document's very first space counts nothing. A marker's character behind ESC is text.
+    A marker at the very end, where a shard was cut, stands for nothing.
     """
     found, escaped = tables.lengths[tokens], -1
-    for place in np.flatnonzero(tokens == tables.escape_id):
+    for place in np.flatnonzero(tokens[:-1] == tables.escape_id):
         if place != escaped:  # else this ESC is itself the text
             escaped = place + 1
             found[escaped] = MARKER_BYTES
     first = np.flatnonzero(tokens[:-1] == shards.BOS_ID) + 1
     first += tables.is_case_marker[tokens[first]]
+    first = first[first < len(tokens)]
     found[first] -= tables.starts_with_space[tokens[first]]
     return found

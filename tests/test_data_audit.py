@@ -15,6 +15,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import audit  # noqa: E402
 import data_helpers as helpers  # noqa: E402
+import shards  # noqa: E402
 from data_helpers import read_split, run_script, shard_bytes  # noqa: E402
 
 pytest.importorskip("sentencepiece")
@@ -133,7 +134,7 @@ def test_another_tokenizer_is_found(copy):
     assert_mismatch(copy, "fineweb_330_bpe.model is not the manifest's (sha256)")
 
 
-def test_part_of_a_published_set_is_no_mismatch(copy):
+def test_part_of_a_published_set_is_no_mismatch(copy, exported):
     for path in list((copy / f"datasets/{SP}").glob("fineweb_train_*.bin")):
         if path.name != "fineweb_train_000000.bin":
             path.unlink()
@@ -141,6 +142,11 @@ def test_part_of_a_published_set_is_no_mismatch(copy):
     edit_manifest(copy, lambda sets, _: sets[SP].update(downloaded_from={"repo_id": "a/b"}))
     result = run_script("audit", copy, "--variant", "sp330")
     assert result.returncode == 0 and "train shards are here" in result.stdout, result.stderr
+    documents = ("--variant", "sp330", "--docs-jsonl", exported.docs)
+    result = run_script("audit", copy, *documents)
+    assert result.returncode == 0 and result.stdout.count("  part\n") == 5, result.stdout + result.stderr
+    edit_manifest(copy, lambda sets, _: sets[SP]["stats"].update(docs_train=61))
+    assert_mismatch(copy, "train documents differ: [60, 61]", args=documents)
 
 
 @pytest.mark.parametrize(
@@ -167,3 +173,41 @@ def test_bad_folders_are_refused(tmp_path):
     helpers.assert_refused(run_script("audit", tmp_path), "manifest.json", "no such file")
     (tmp_path / "manifest.json").write_text('{"datasets": []}')
     helpers.assert_refused(run_script("audit", tmp_path, "--variant", "sp9"), "sp9")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": 5}, {"files": ["a"]}, {"files": [{"x": 1}]}, {"files": [{"name": 5}]}, {"sidecars": {"a": 1}},
+        {"stats": [1]}, {"stats": {"tokens_val": "2718"}}, {"tokenizer_name": ["x"]}, {"splits": [1]},
+        {"splits": {"val": 5}}, {"bytes_sidecar": "uint8"}, {"bytes_sidecar": {"dtype": "foo"}}, {"name": "../x"},
+        {"name": 5},
+    ],
+)  # fmt: skip
+def test_a_malformed_entry_of_the_manifest_is_one_line(copy, monkeypatch, change):
+    edit_manifest(copy, lambda sets, _: sets[SP].update(change))
+    monkeypatch.setattr(sys, "argv", ["audit.py", str(copy)])
+    with pytest.raises(shards.DataError) as refused:
+        audit.main()
+    assert "\n" not in str(refused.value) or isinstance(refused.value, audit.MismatchError)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    ["caseops", {"name": "caseops"}, {"name": "caseops", "normalization": "nmt_nfkc"},
+     {"name": "caseops", "normalization": "nmt_nfkc_cf"}],
+)  # fmt: skip
+def test_a_transform_that_the_tokenizer_does_not_have_is_refused(copy, transform):
+    edit_manifest(copy, lambda _, manifest: [row.update(transform=transform) for row in manifest["tokenizers"]])
+    helpers.assert_refused(run_script("audit", copy), "caseops")
+
+
+@pytest.mark.parametrize("tail", [[1, 4], [1, 5], [6], [1, 6, 6, 6]])
+def test_a_shard_cut_behind_a_marker_is_found(copy, tail):
+    path = copy / f"datasets/{CASE}/fineweb_val_000000.bin"
+    for other in path.parent.glob("fineweb_val_*"):
+        if other.stem != path.stem:
+            other.unlink()
+    path.write_bytes(shard_bytes(tail))
+    path.with_suffix(".bytes").write_bytes(b"\0" * len(tail))
+    assert_mismatch(copy, f"{CASE}: val tokens differ")
