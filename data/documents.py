@@ -27,6 +27,7 @@ COMPRESSED = (".gz", ".xz", ".zst")
 DAMAGE = ("EOFError", "LZMAError", "BadGzipFile", "error", "ZstdError")  # by name: some classes may not be installed
 PARQUET_ROWS = 1024
 PARQUET_COLUMN = "text"
+PARQUET_KINDS = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")
 
 
 class Block(NamedTuple):
@@ -169,8 +170,10 @@ def parquet_blocks(path: Path) -> Iterator[bytes]:
     parquet = optional_module("pyarrow.parquet", "pyarrow", f"{path}: reading parquet")
     try:
         with parquet.ParquetFile(path) as file:
-            if PARQUET_COLUMN not in file.schema_arrow.names:
-                raise DataError(f"no column {PARQUET_COLUMN!r}, only {file.schema_arrow.names}")
+            kinds = [str(field.type) for field in file.schema_arrow if field.name == PARQUET_COLUMN]
+            if len(kinds) != 1 or not kinds[0].startswith(PARQUET_KINDS):
+                names = [f"{field.name} ({field.type})" for field in file.schema_arrow]
+                raise DataError(f"expected one column {PARQUET_COLUMN!r} of strings, found {', '.join(names)}")
             for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[PARQUET_COLUMN]):
                 rows = ({"text": text} for text in batch.column(0).to_pylist())
                 if lines := b"".join(json.dumps(row, ensure_ascii=False).encode("utf-8") + b"\n" for row in rows):
@@ -181,15 +184,18 @@ def parquet_blocks(path: Path) -> Iterator[bytes]:
 
 def find_parquet(patterns: list[str]) -> Source:
     """The parquet files of folders, files or globs, each sorted by name, in the order given."""
-    paths: list[Path] = []
+    paths: dict[Path, Path] = {}  # by absolute path: no file comes twice
     for pattern in patterns:
-        found = Path(pattern).rglob("*.parquet") if Path(pattern).is_dir() else map(Path, glob.glob(pattern))
+        given = Path(pattern)
+        found = [given] if given.is_file() else map(Path, glob.glob(pattern, recursive=True))
+        found = given.rglob("*.parquet") if given.is_dir() else found
         matches = sorted(path for path in found if path.suffix == ".parquet" and path.is_file())
         if not matches:
             raise DataError(f"--docs-parquet {pattern}: no .parquet file there; give a folder, a file or a quoted glob")
-        paths += [path for path in matches if path not in paths]
+        for path in matches:
+            paths.setdefault(path.parent.resolve() / path.name, path)
     optional_module("pyarrow.parquet", "pyarrow", "--docs-parquet")
-    return Source(" ".join(patterns), tuple(paths))
+    return Source(" ".join(patterns), tuple(paths.values()))
 
 
 def find_jsonl(path: Path) -> Source:

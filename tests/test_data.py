@@ -659,6 +659,29 @@ def test_parquet_gives_the_same_tokens(exported, tmp_path):
     assert_refused(run_script("download_hf_docs_and_tokenize", *inputs, *specs), "part_2.parquet", "'text'")
 
 
+def test_parquet_files_are_found_by_every_name_and_once(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow.parquet")
+    names = ("a/m/x[1].parquet", "a/x.parquet", "b.parquet")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    for patterns in ([str(tmp_path)], ["**/*.parquet"], ["a/m/x[1].parquet", str(tmp_path / "a"), "a/../a", "b.p*"]):
+        found = documents.find_parquet(patterns).paths
+        assert [path.resolve() for path in found] == [tmp_path / name for name in names]
+
+
+@pytest.mark.parametrize("kind", ["binary", "int64", "timestamp[s]", "list<string>"])
+def test_parquet_of_another_type_is_refused(tmp_path, kind):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    types = {"list<string>": pyarrow.list_(pyarrow.string()), "timestamp[s]": pyarrow.timestamp("s")}
+    table = pyarrow.table({"text": pyarrow.array([None], types.get(kind) or pyarrow.type_for_alias(kind))})
+    parquet.write_table(table, tmp_path / "d.parquet")
+    with pytest.raises(shards.DataError, match=r"d\.parquet: expected one column 'text' of strings, found text \("):
+        list(documents.find_parquet([str(tmp_path)]).line_blocks())
+
+
 def test_ray_gives_the_same_bytes_although_a_node_dies(exported, tmp_path):
     ray = pytest.importorskip("ray", reason="ray is an optional extra and not installed")
     cluster_utils = pytest.importorskip("ray.cluster_utils")
