@@ -28,10 +28,11 @@ RECIPE_SETTINGS = {
     "hard_vocab_limit": False, "num_threads": TRAINER_THREADS, "minloglevel": 2,
     "pad_id": shards.PAD_ID, "bos_id": shards.BOS_ID, "eos_id": shards.EOS_ID, "unk_id": shards.UNK_ID,
 }  # fmt: skip
-OVERRIDABLE = set(
-    "character_coverage split_digits normalization_rule_name max_sentence_length max_sentencepiece_length "
-    "split_by_number split_by_unicode_script".split()
-)
+RANGES = {"character_coverage": (0.98, 1.0), "max_sentence_length": (10, 1 << 30), "max_sentencepiece_length": (1, 512)}
+CHOICES = {
+    "normalization_rule_name": ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf", "identity"),
+    **dict.fromkeys("split_digits split_by_number split_by_unicode_script".split(), (False, True)),
+}  # of what a spec may override, with SentencePiece's own bounds
 
 
 # ---------------------------------------------------------------- tokenizer specs
@@ -54,6 +55,8 @@ class TokenizerSpec:
 
     def __post_init__(self) -> None:
         largest = shards.MAX_VOCAB_SIZE
+        if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
+            raise DataError(f"tokenizer {self.name!a}: the name must be a text of printable characters, in quotes")
         if self.kind not in ("sentencepiece", "byte"):
             raise self.error(f"kind {self.kind!r} is not one of 'sentencepiece', 'byte'")
         if type(self.vocab_size) is not int or not 1 <= self.vocab_size <= largest:
@@ -64,11 +67,22 @@ class TokenizerSpec:
             raise self.error(f"train_docs {self.train_docs} must be a positive number of documents")
         if self.transform not in (None, "caseops") or (self.transform and self.kind == "byte"):
             raise self.error(f"transform {self.transform!r}: only 'caseops' exists, and only for kind 'sentencepiece'")
-        if not isinstance(self.trainer, dict) or set(self.trainer) - OVERRIDABLE:
-            raise self.error(f"trainer {self.trainer}: only these can be overridden: {sorted(OVERRIDABLE)}")
+        if not isinstance(self.trainer, dict) or set(self.trainer) - {*RANGES, *CHOICES}:
+            raise self.error(f"trainer {self.trainer}: only these can be overridden: {sorted({*RANGES, *CHOICES})}")
+        for name, value in self.trainer.items():
+            self.check_setting(name, value)
         rule = RECIPE_SETTINGS["normalization_rule_name"]
         if self.transform and self.normalization != rule:  # one that folds case would do so unmarked
             raise self.error(f"normalization_rule_name {self.normalization!r}: a transform needs {rule!r}; omit it")
+
+    def check_setting(self, name: str, value: object) -> None:
+        if name in CHOICES:
+            if value not in CHOICES[name]:
+                raise self.error(f"{name} {value!r:.80} must be one of {CHOICES[name]}")
+            return
+        low, high = RANGES[name]
+        if type(value) not in (int, type(low)) or not low <= value <= high:
+            raise self.error(f"{name} {value!r:.80} must be a number from {low} to {high}")
 
     def error(self, problem: str) -> DataError:
         return DataError(f"tokenizer {self.name}: {problem}")
@@ -239,7 +253,7 @@ def train_sentencepiece(spec: TokenizerSpec, texts: Iterable[str]) -> bytes:
         texts = map(Preparation(spec.normalization), texts)
         settings |= {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
         settings["user_defined_symbols"] = list(caseops.MARKERS)
-    lines = TrainingLines(texts, int(settings["max_sentence_length"]))
+    lines = TrainingLines(texts, settings["max_sentence_length"])
     model = io.BytesIO()
     try:
         spm.SentencePieceTrainer.train(

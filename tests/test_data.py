@@ -720,6 +720,13 @@ def test_ray_gives_the_same_bytes_although_a_node_dies(exported, tmp_path):
         ({"colour": 1}, "colour"),
         ({"trainer": {"bos_id": 7}}, "bos_id"),
         ({"train_docs": 0}, "train_docs 0"),
+        *[({"name": name}, "the name must be a text") for name in (5, None, ["a"], {}, "", " ", "a\nb", "\ud800")],
+        *[({"trainer": {"max_sentence_length": value}}, "from 10 to") for value in ("abc", None, 0, -1, 3, 99.5, True)],
+        *[({"trainer": {"character_coverage": value}}, "from 0.98 to 1.0") for value in ("x", None, 5, float("nan"))],
+        *[({"trainer": {"normalization_rule_name": value}}, "one of .'nmt_nfkc'") for value in ("bogus", 3, None, [])],
+        ({"trainer": {"split_digits": "maybe"}}, "one of .False, True"),
+        ({"trainer": {"max_sentencepiece_length": [1]}}, "from 1 to 512"),
+        ({"trainer": None}, "trainer None"),
     ],
 )
 def test_bad_specs_are_refused(tmp_path, spec, part):
