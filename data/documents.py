@@ -78,9 +78,10 @@ def parse_lines(block: Block, name: str) -> list[bytes]:
     for number, line in enumerate(block.lines.removesuffix(b"\n").split(b"\n"), block.first_doc + 1):
         try:
             texts.append(json.loads(line)["text"].encode("utf-8"))  # a lone surrogate has no bytes to be scored
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            problem = f"{type(error).__name__}: {error}"  # not its repr, which may hold the whole document
             raise DataError(
-                f'{name}, line {number}: expected a JSON object {{"text": "..."}} of valid Unicode ({error!r})'
+                f'{name}, line {number}: expected a JSON object {{"text": "..."}} of valid Unicode ({problem})'
             ) from None
     return texts
 

@@ -415,6 +415,23 @@ def test_failed_rebuild_leaves_the_old_data(exported, tmp_path, line):
     assert snapshot(out) == before
 
 
+@pytest.mark.parametrize("line", ['{"text": "' + "a" * 10**5 + '\\ud800"}', '{"a": ' + "[" * 10**5 + "]" * 10**5 + "}"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_document_without_a_text_is_told_in_one_short_line(exported, tmp_path, line, workers):
+    (tmp_path / "d.jsonl").write_text(f'{{"text": "a"}}\n{line}\n')
+    specs, options = exported.folder / "specs.json", ("--val-docs", 1, "--unofficial-split", "--workers", workers)
+    reuse = ("--reuse-sp-model", f"320={exported.out / 'tokenizers/fineweb_320_bpe.model'}")
+    result = export(tmp_path / "d.jsonl", tmp_path / "out", specs, *options, *reuse)
+    assert_refused(result, "d.jsonl, line 2: expected a JSON object")
+    assert len(result.stderr) < 500
+
+
+def test_a_deeply_nested_json_file_is_refused(tmp_path):
+    (tmp_path / "s.json").write_text("[" * 100_000)
+    with pytest.raises(shards.DataError, match="not valid JSON"):
+        shards.read_json(tmp_path / "s.json")
+
+
 class KilledError(BaseException):
     """Stands for a SIGKILL: nothing catches it and nothing cleans up."""
 
