@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from shards import DOCS_NAME, SIDECAR_NAME, DataError, run_cli, sha256_file, write_json
+from shards import DOCS_NAME, SIDECAR_NAME, DataError, read_json, replacing, run_cli, sha256_file, write_json
 
 MIN_DOC_CHARS, MAX_DOC_CHARS = 200, 20_000
 MIN_COMMENT_CHARS = 160
@@ -33,6 +33,7 @@ SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tes
 SKIPPED_FILES = re.compile(
     r"(?i)^(licen[cs]e|copying|notice|authors|contributors|record|requirements|top_level|entry_points|sources)"
 )
+SAMPLE_SOURCE = "documentation of a Python installation; a sample for trying things out, not FineWeb"
 TEXT_SUFFIXES = (".rst", ".md", ".txt")
 COMMENT_BLOCK = re.compile(r"(?:^[ \t]*#.*\n){3,}", re.MULTILINE)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -57,9 +58,9 @@ def list_files(root: Path) -> list[str]:
 
 
 def sections_of(path: Path, title: str) -> list[str]:
-    """Pieces of text in one file, in reading order; none when it is unreadable, huge, not UTF-8 or not Python."""
+    """Pieces of text in one file, in reading order; none when it is no file, huge, not UTF-8 or not Python."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:  # reading a pipe would wait for ever
             return []
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -199,7 +200,7 @@ def installation_roots() -> list[Path]:
     return [root for root in dict.fromkeys(roots) if root.is_dir()]
 
 
-def collect(roots: list[Path], max_bytes: int) -> list[str]:
+def collect(roots: list[Path], max_bytes: float) -> list[str]:
     """Documents from the roots in order until their text reaches max_bytes."""
     documents, total, deduplicator = [], 0, Deduplicator()
     for root in roots:
@@ -217,15 +218,23 @@ def shuffle(documents: list[str]) -> list[str]:
     return sorted(documents, key=lambda text: hashlib.sha256(f"{SHUFFLE_SEED}\n{text}".encode()).digest())
 
 
+def check_replaceable(folder: Path) -> None:
+    """DataError when the folder holds documents that are no sample, such as a download's."""
+    path, sidecar = folder / DOCS_NAME, folder / SIDECAR_NAME
+    if sidecar.exists() and read_json(sidecar).get("source") == SAMPLE_SOURCE:
+        return
+    for found in (path, sidecar):
+        if found.exists():
+            raise DataError(f"{found} is not of a sample and would be replaced; give another --out, or move it away")
+
+
 def write_corpus(folder: Path, documents: list[str], val_docs: int) -> dict:
     """Write docs_selected.jsonl and its sidecar into folder; returns the sidecar."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / DOCS_NAME
-    temporary = folder / f"{DOCS_NAME}.part"
-    with temporary.open("w", encoding="utf-8", newline="\n") as file:
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
         for document in documents:
             file.write(json.dumps({"text": document}, ensure_ascii=False) + "\n")
-    temporary.replace(path)
     sidecar = {
         "num_docs": len(documents),
         "docs_val": val_docs,
@@ -234,7 +243,7 @@ def write_corpus(folder: Path, documents: list[str], val_docs: int) -> dict:
         "bytes": path.stat().st_size,
         "text_bytes": sum(len(document.encode("utf-8")) for document in documents),
         "val_text_bytes": sum(len(document.encode("utf-8")) for document in documents[:val_docs]),
-        "source": "documentation of a Python installation; a sample for trying things out, not FineWeb",
+        "source": SAMPLE_SOURCE,
     }
     write_json(folder / SIDECAR_NAME, sidecar)
     return sidecar
@@ -263,9 +272,10 @@ def main() -> None:
     for root in roots:
         if not root.is_dir():
             raise DataError(f"--source {root} is not a folder; name one that holds .py, .rst, .md or .txt files")
-    if args.max_mb <= 0 or args.val_docs < 1:
-        raise DataError(f"--max-mb {args.max_mb} and --val-docs {args.val_docs} must both be positive")
-    documents = shuffle(collect(roots, int(args.max_mb * 1e6)))
+    if not args.max_mb > 0 or args.val_docs < 1:  # which no nan is
+        raise DataError(f"--max-mb {args.max_mb} and --val-docs {args.val_docs} must both be positive numbers")
+    check_replaceable(args.out)
+    documents = shuffle(collect(roots, args.max_mb * 1e6))
     if len(documents) <= args.val_docs:
         raise DataError(
             f"only {len(documents)} documents found, too few for --val-docs {args.val_docs} and a training split; "

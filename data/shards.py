@@ -292,11 +292,20 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def write_json(path: Path, value: dict) -> None:
-    """Write under a temporary name and rename, so that a reader never sees half a file."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path to write, renamed in the end, so that a reader never sees half a file; removed on failure."""
     temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=True) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: dict) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=True) + "\n", encoding="utf-8")
 
 
 def read_manifest(path: Path) -> dict:

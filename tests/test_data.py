@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import lzma
+import os
 import random
 import subprocess
 import sys
@@ -186,7 +187,35 @@ def test_sample_refuses_bad_input(tmp_path, fake_installation):
     assert_refused(run_script("sample_docs", "--source", tmp_path / "nowhere"), "nowhere", "not a folder")
     few = run_script("sample_docs", "--source", fake_installation, "--val-docs", 90, "--out", tmp_path / "out")
     assert_refused(few, "--val-docs 90")
+    assert_refused(run_script("sample_docs", "--max-mb", "nan", "--out", tmp_path / "out"), "--max-mb nan")
     assert not (tmp_path / "out").exists()
+
+
+def test_sample_of_everything_passes_by_pipes(tmp_path, fake_installation):
+    os.mkfifo(fake_installation / "pipe.txt")
+    texts, _ = sample(tmp_path / "out", "--source", fake_installation, "--val-docs", 2, "--max-mb", "inf")
+    assert any("A.go(x)" in text for text in texts)
+
+
+@pytest.mark.parametrize("has_sidecar", [True, False])
+def test_a_sample_replaces_only_a_sample(tmp_path, fake_installation, has_sidecar):
+    arguments = ("--source", fake_installation, "--val-docs", 2)
+    sample(tmp_path / "sample", *arguments)
+    sample(tmp_path / "sample", *arguments)
+    helpers.write_docs(tmp_path, ["mine"] * 9, docs_val=2)
+    if not has_sidecar:
+        (tmp_path / "docs_selected.source_manifest.json").unlink()
+    before = snapshot(tmp_path)
+    assert_refused(run_script("sample_docs", "--out", tmp_path, *arguments), "docs_selected.jsonl is not of a sample")
+    assert snapshot(tmp_path) == before
+
+
+def test_a_sample_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+    with pytest.raises(UnicodeEncodeError):
+        sample_docs.write_corpus(tmp_path, ["text", "\ud800"], 1)
+    with pytest.raises(TypeError):
+        shards.write_json(tmp_path / "a.json", {"a": b""})
+    assert not list(tmp_path.iterdir())
 
 
 @settings(max_examples=50, deadline=None)
