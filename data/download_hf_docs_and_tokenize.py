@@ -20,6 +20,7 @@ from pathlib import Path
 
 import documents
 import export
+import hub_files
 import shards
 import tokenizer_build
 from documents import Documents
@@ -173,6 +174,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--force-memory", action="store_true", help="train even when the estimate exceeds the free memory")
     add_repository_arguments(parser)
     args = parser.parse_args()
+    check_arguments(args)
+    return args
+
+
+def check_arguments(args: argparse.Namespace) -> None:
     for name in ("shard_tokens", "workers"):
         if getattr(args, name) < 1:
             raise DataError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
@@ -182,13 +188,21 @@ def parse_arguments() -> argparse.Namespace:
         documents.optional_module("ray", "ray", "--engine ray")  # before hours of tokenizer training
     if args.ray_address and args.engine != "ray":
         raise DataError(f"--ray-address {args.ray_address} needs --engine ray")
-    return args
+    if args.unofficial_split and args.val_docs is None:
+        raise DataError("--unofficial-split needs --val-docs, the number of validation documents")
+    place = {"--repo-id": args.repo_id, "--remote-root": args.remote_root, "--revision": args.revision}
+    given = [name for name, value in place.items() if value not in (None, hub_files.DEFAULT_REVISION)]
+    if given and (args.docs_jsonl or args.docs_parquet):
+        raise DataError(f"{given[0]} is for a download, but the documents are given; leave one of them out")
 
 
 def add_repository_arguments(parser: argparse.ArgumentParser) -> None:
-    import cached_challenge_fineweb as hub
-
-    hub.add_repository_arguments(parser)
+    """As of the downloader, but the documents have one default repository and not one by variant."""
+    hub, add = hub_files, parser.add_argument
+    default = hub.DEFAULT_REPOSITORIES["sp1024"]
+    add("--repo-id", help=f"where to download documents (or {hub.REPOSITORY_VARIABLE}; default {default})")
+    add("--remote-root", help=f"folder inside it (or {hub.REMOTE_ROOT_VARIABLE}; default {hub.DEFAULT_REMOTE_ROOT})")
+    add("--revision", default=hub.DEFAULT_REVISION, help="branch, tag or commit (default %(default)s)")
 
 
 def find_documents(args: argparse.Namespace) -> documents.Source:

@@ -116,7 +116,9 @@ def load_specs(path: Path, reuse: list[str], byte260: bool, skip_byte: bool = Fa
     entries = shards.read_json(path).get("tokenizers")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise DataError(f'{path}: expected {{"tokenizers": [{{"name": ..., "kind": ..., "vocab_size": ...}}, ...]}}')
-    models = dict(parse_reuse(item) for item in reuse)
+    models = dict(parsed := [parse_reuse(item) for item in reuse])
+    if len(models) < len(parsed):
+        raise DataError(f"--reuse-sp-model {reuse}: two models of one variant; give one")
     specs = [make_spec(entry, models, path) for entry in entries]
     if byte260 and not any(spec.kind == "byte" for spec in specs):
         specs.append(TokenizerSpec("pure_byte_260", "byte", 260))

@@ -403,6 +403,11 @@ def test_tokenizer_without_a_lone_space_is_refused(tmp_path):
         ({}, ("--val-docs", 5), ("--val-docs 5", "sidecar says 8", "--unofficial-split")),
         ({}, ("--shard-tokens", 0), ("--shard-tokens 0",)),
         ({}, ("--docs-manifest", "nowhere.json"), ("nowhere.json",)),
+        ({}, ("--unofficial-split",), ("--unofficial-split needs --val-docs",)),
+        ({}, ("--repo-id", "a/b"), ("--repo-id is for a download", "leave one")),
+        ({}, ("--remote-root", "x"), ("--remote-root is for a download",)),
+        ({}, ("--revision", "x"), ("--revision is for a download",)),
+        ({}, [f"--reuse-sp-model={v}={GOLDEN / 'tokenizer_512.model'}" for v in ("320", "sp320")], ("two models",)),
     ],
 )
 def test_mismatches_stop_before_any_work(tmp_path, falsified, args, parts):
