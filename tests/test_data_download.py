@@ -313,7 +313,8 @@ def test_half_fetched_files_stay_until_they_are_wanted(hub, download, tmp_path, 
         assert part.stat().st_size == len(hub.files[path]) // 2, options
     monkeypatch.setenv("HF_TOKEN", SECRET)
     ok(upload("me/mine", "--data-dir", tmp_path, "--variant", "sp700"))
-    assert {file.name for file in (tmp_path / ".download").iterdir()} == {part.name, older.name}
+    left = {file.name for file in (tmp_path / ".download").iterdir()}  # the next shard may have begun too
+    assert left >= {part.name, older.name} and all(name.endswith(".part") for name in left)
     hub.faults.clear()
     hub.requests.clear()
     ok(download(tmp_path))
