@@ -151,9 +151,9 @@ class Hyperparameters:
     muon_backend_steps: int = setting(5, "Newton-Schulz iterations", above=0)
     muon_momentum_warmup_start: float = setting(0.92, "Muon's momentum at step 0", least=0, below=1)
     muon_momentum_warmup_steps: int = setting(1500, "steps until Muon's full momentum", least=0)
-    beta1: float = setting(0.9, "AdamW\'s beta1", least=0, below=1)
-    beta2: float = setting(0.95, "AdamW\'s beta2", least=0, below=1)
-    adam_eps: float = setting(1e-8, "AdamW\'s epsilon", above=0)
+    beta1: float = setting(0.9, "AdamW's beta1", least=0, below=1)
+    beta2: float = setting(0.95, "AdamW's beta2", least=0, below=1)
+    adam_eps: float = setting(1e-8, "AdamW's epsilon", above=0)
     grad_clip_norm: float = setting(0.3, "largest 2-norm of the whole gradient (0: no clipping)", least=0)
     adam_wd: float = setting(0.02, "weight decay of gains, gates and scales", least=0)
     muon_wd: float = setting(0.085, "weight decay of Muon's matrices: the dial of the artifact's size", least=0)
@@ -1493,10 +1493,11 @@ class Trainer:
             log_validation(self.log, hp, 0, self.evaluator.full())
         seconds = self.clock.seconds
         quiet = not self.world.is_main or None
+        first = 0 if hp.warmup_steps else self.steps_done + 1  # under watch; without warm-up one step compiles
         bar = tqdm(range(self.steps_done, hp.iterations), "training", leave=False, disable=quiet)
         with bar, self.on_the_clock(self.steps_done * self.plan.grad_accum_steps) as data:
             for step in bar:
-                if hp.stall_seconds:
+                if hp.stall_seconds and step >= first:
                     faulthandler.dump_traceback_later(hp.stall_seconds, exit=True)
                 factor = lr_factor(seconds / cap if cap else step / hp.iterations, hp.warmdown_frac, hp.min_lr)
                 loss = self.step(data, step, factor)

@@ -68,6 +68,15 @@ def test_caseops_without_its_sidecar_is_refused(exported, tmp_path, lost, monkey
         tg.load_validation(hp, tg.byte_tables(tg.load_tokenizer(hp)))
 
 
+def test_the_sidecar_counts_the_scored_targets_and_must_be_as_long_as_the_shards(tmp_path):
+    hp, path = replace(tg.Hyperparameters(), transform="caseops"), tmp_path / "fineweb_val_000000.bin"
+    path.with_suffix(".bytes").write_bytes(bytes([9, 1, 2, 3]))
+    count = tg.sidecar_count(hp, {"bytes_sidecar": {"dtype": "uint8"}}, [path], 4)
+    assert (count(np.zeros(3)), count(np.zeros(4))) == (3, 6)
+    with pytest.raises(tg.SetupError, match="5 val tokens, but 4 in"):
+        tg.sidecar_count(hp, {"bytes_sidecar": {"dtype": "uint8"}}, [path], 5)
+
+
 def test_preflight_cuts_the_sidecar_with_the_validation_tokens(exported):
     changes = {"transform": "caseops", "model_dim": 160, "embedding_dim": 160}
     result = subprocess.run([sys.executable, "-m", "golf", "preflight", str(SCRIPT), "--val-tokens", "1000"],

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import (
     ROOT,
+    SCRIPT,
     make_data,
     new_folder,
     records,
@@ -59,15 +60,31 @@ def only_error(result) -> str:
     return messages[0]
 
 
+OTHER_WEIGHTS = """
+build = train_gpt.build_model
+
+def other(*args):
+    model = build(*args)
+    for p in model.parameters():
+        p.data += 0.01 * int(os.environ["RANK"])
+    return model
+
+train_gpt.build_model = other
+"""
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """(folder, result) by name; the two standalone runs of two ranks run at the same time, so do the two nodes."""
+    """(folder, result) by name; the two standalone runs of two ranks run at the same time, so do the two nodes.
+
+    Of the four ranks each starts with weights of its own, as nodes do whose processors round differently."""
     base, port = tmp_path_factory.mktemp("ranks"), free_port()
     folders = {name: new_folder(base, name) for name in ("one", "four", "eight", "two", "two_again", "node0", "node1")}
     stages = [
         {
             "one": lambda: run_script(folders["one"], **EQUAL, micro_batch_tokens=512),
-            "four": lambda: torchrun(folders["four"], 4, **EQUAL, micro_batch_tokens=128),
+            "four": lambda: torchrun(folders["four"], 4, **EQUAL, micro_batch_tokens=128,
+                                     script=write_wrapper(folders["four"], OTHER_WEIGHTS)),
         },
         {"eight": lambda: torchrun(folders["eight"], 8, **EQUAL, micro_batch_tokens=64)},
         {
@@ -224,6 +241,9 @@ import train_gpt as tg
 hp = tg.Hyperparameters.from_env(os.environ)
 world = tg.join_world(hp, os.environ)
 model = tg.build_model(hp, tg.Operations(tg.sdpa_attention), torch.device("cpu"), torch.float32)
+for p in model.parameters():
+    p.data += world.rank
+world.broadcast_weights(model)
 optimizers = tg.Optimizers(model, world)
 generator = torch.Generator().manual_seed(5)
 gradients = tg.Gradients(model.parameters())
@@ -306,12 +326,15 @@ def test_matrices_shared_over_ranks_and_mean_hessians_give_what_one_rank_gives(t
             assert torch.equal(tensor, alone[0][name]), name
 
 
-def test_the_log_says_whose_hessians_were_used(tmp_path):
+def test_ranks_say_whose_hessians_were_used_and_fit_the_size_together(tmp_path):
     make_data(tmp_path)
     large = {"model_dim": 160, "embedding_dim": 160, "num_layers": 1, "xsa_last_n": 1, "ve_enabled": 0, "mlp_mult": 5}
+    target = SCRIPT.stat().st_size + 180_000
     result = torchrun(tmp_path, 2, **large, iterations=1, warmup_steps=0, sliding_window_enabled=0,
-                      gptq_calibration_batches=2)
+                      gptq_calibration_batches=2, target_total_bytes=target)
     assert result.returncode == 0, result.stderr
+    assert int(summary_block(result.stdout)["total_bytes"]) <= target
+    assert f"over TARGET_TOTAL_BYTES={target}" in result.stdout
     assert result.stdout.count("Hessians are means over 2 ranks; the published script takes those of rank 0") == 1
 
 

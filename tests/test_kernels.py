@@ -73,14 +73,15 @@ def test_the_last_bit_of_the_hidden_layer_is_the_sign_of_the_product():
     assert ((hidden - plain).abs() <= 2 ** -23 * plain.abs()).all()  # one unit of the last bit at most
 
 
-def test_a_kernel_that_is_off_is_refused_with_the_reason(monkeypatch):
+@pytest.mark.parametrize(("factor", "error"), [(1.1, "2.1e-01"), (float("nan"), "nan")])
+def test_a_kernel_that_is_off_is_refused_with_the_reason(monkeypatch, factor, error):
     """On a machine that could run them; the choice itself is what is tested."""
     cases = tg.operation_cases(settings(), CPU, torch.float32, 2, 16)
     monkeypatch.setattr(tg, "operation_cases", lambda *args: cases)
     monkeypatch.setattr(tg, "hopper_or_newer", lambda device: True)
-    monkeypatch.setattr(tg, "head_losses_fused", lambda *args: 1.1 * tg.head_losses(*args))
+    monkeypatch.setattr(tg, "head_losses_fused", lambda *args: factor * tg.head_losses(*args))
     ops, reason = tg.choose_operations(settings(), None, torch.device("cuda"), torch.bfloat16)
-    assert ops == tg.Operations(None) and reason.startswith("0 (WARNING: slow; head_losses is off by 2.1e-01")
+    assert ops == tg.Operations(None) and reason.startswith(f"0 (WARNING: slow; head_losses is off by {error}")
     with pytest.raises(tg.SetupError, match=r"KERNELS=1 cannot be used here.*head_losses is off"):
         tg.choose_operations(settings(kernels="1"), None, torch.device("cuda"), torch.bfloat16)
 

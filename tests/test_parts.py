@@ -1,5 +1,6 @@
 """Properties and unit tests of the parts of train_gpt.py."""
 
+import contextlib
 import errno
 import io
 import json
@@ -175,6 +176,20 @@ def test_pieces_with_a_space_inside_or_at_the_end_are_refused(options):
     assert len(tg.byte_tables(unlike, "caseops").base_bytes) == unlike.vocab_size()  # there files say the bytes
 
 
+class WithUnusedPiece:
+    def __init__(self, tokenizer, piece):
+        self.tokenizer, self.is_unused = tokenizer, lambda i: i == piece
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+def test_an_unused_piece_is_a_boundary_without_bytes(tokenizer, tables):
+    changed = tg.byte_tables(WithUnusedPiece(tokenizer, 300))
+    assert tables.base_bytes[300] > 0 and not tables.is_boundary[300]
+    assert changed.base_bytes[300] == 0 and changed.is_boundary[300] and not changed.has_leading_space[300]
+
+
 @pytest.mark.parametrize(("options", "noted"), [
     ({}, False), ({"normalization_rule_name": "nmt_nfkc_cf"}, True), ({"normalization_rule_name": "identity"}, False)])
 def test_a_tokenizer_that_folds_case_marks_the_score(options, noted):
@@ -197,6 +212,24 @@ def shards(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lengths = (3000, 1700, 4100, 33, 900)
     return [write_shard(Path(f"d/fineweb_train_{i:06d}.bin"), (np.arange(n) + i) % 512) for i, n in enumerate(lengths)]
+
+
+def test_a_shard_ends_where_its_header_says_and_ids_end_below_the_vocabulary(tmp_path):
+    path = write_shard(tmp_path / "fineweb_val_000000.bin", [1, 511, 512])
+    tg.check_token_ids(tg.open_shard(path), 513, path)
+    with pytest.raises(tg.SetupError, match="holds token 512"):
+        tg.check_token_ids(tg.open_shard(path), 512, path)
+    with path.open("ab") as f:
+        f.write(b"\1\0")
+    with pytest.raises(tg.SetupError, match="have 1030 bytes, not"):
+        tg.open_shard(path)
+
+
+def test_all_validation_shards_are_joined_in_the_order_of_their_names(tmp_path, tables):
+    hp, tokens = settings(data_dir=tmp_path), np.random.default_rng(0).integers(4, 512, 300)
+    for i in np.random.default_rng(1).permutation(10):
+        write_shard(hp.dataset_dir / f"fineweb_val_{i:06d}.bin", tokens[30 * i:30 * i + 30])
+    np.testing.assert_array_equal(tg.load_validation(hp, tables).tokens, tokens[:257])
 
 
 @quick
@@ -377,6 +410,38 @@ def test_decay_is_decoupled():
     assert torch.allclose(muon_step([weight], [torch.zeros(8, 8)], lr=0.1, decay=0.5)[0], weight * 0.95)
 
 
+def test_each_group_has_its_own_rate_and_decay_and_both_follow_the_schedule():
+    model = fresh_model(tie_embeddings=0, embed_lr=0.11, head_lr=0.12, scalar_lr=0.13, matrix_lr=0.14, embed_wd=0.21,
+                        adam_wd=0.23, muon_wd=0.24, beta1=0.5, beta2=0.6, adam_eps=1e-3, muon_backend_steps=2)
+    optimizers, named = tg.Optimizers(model, tg.World()), dict(model.named_parameters())
+    assert optimizers.adam.defaults["betas"] == (0.5, 0.6) and optimizers.adam.defaults["eps"] == 1e-3
+    assert optimizers.muon.steps == 2
+    before = {name: p.detach().clone() for name, p in named.items()}
+    for p in named.values():
+        p.grad = torch.zeros_like(p)
+    optimizers.step(0.5, 0.9)
+    rates = {"embed": (0.11, 0.21), "head": (0.12, 0.0), "scalar": (0.13, 0.23), "muon": (0.14, 0.24)}
+    for key, names in tg.parameter_groups(model).items():
+        for name in names:
+            lr, decay = rates[key]
+            torch.testing.assert_close(named[name].detach(), before[name] * (1 - 0.5 * lr * decay), msg=name)
+    for p in named.values():
+        p.grad = torch.ones_like(p)
+    optimizers.step(1.0, 0.9)
+    for group in optimizers.adam.param_groups:
+        assert (group["lr"], group["weight_decay"]) in rates.values()
+
+
+def test_the_untied_head_starts_at_zero_and_its_table_at_one():
+    named = dict(fresh_model(tie_embeddings=0, qk_gain_init=2.5).named_parameters())
+    assert named["tok_emb.weight"].std().item() == pytest.approx(1, abs=0.02)
+    assert named["ve_shared.embed.weight"].std().item() == pytest.approx(0.01, rel=0.1)
+    zero = [name for name, p in named.items() if p.ndim == 2 and not p.any()]
+    matrices = [f"blocks.{i}.{part}.proj.weight" for i in range(5) for part in ("attn", "mlp")]
+    assert zero == ["skip_gates", *matrices, "ve_shared.proj.weight", "lm_head.weight"]
+    assert (named["blocks.0.attn.q_gain"] == 2.5).all()
+
+
 SHAPES = {
     "default": {},
     "untied head": {"tie_embeddings": 0},
@@ -430,6 +495,82 @@ def test_each_shape_survives_quantisation_and_artifact(shape):
     assert list(state) == list(model.state_dict())
     for name, value in model.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+# -- the model as the recipe defines it, for settings that the golden vectors leave out --------------------------------
+
+
+def norm(x):
+    return x / (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+
+
+def rotated(x, hp, length):
+    """The first dims of each head (B, T, H, D), one pair at a time."""
+    dims, out = hp.rope_dims or hp.head_dim, x.clone()
+    base = hp.rope_base * max(1, length / hp.train_seq_len) ** (dims / (dims - 2))
+    for j in range(dims // 2):
+        angle = torch.arange(length)[:, None] * base ** (-2 * j / dims)
+        a, b = x[..., j], x[..., j + dims // 2]
+        out[..., j], out[..., j + dims // 2] = a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()
+    return out
+
+
+def reference_losses(hp, w, ids, targets):
+    """Nats of each target (B, T) from weights `w` by name."""
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T if f"{name}.weight" in w else x
+
+    length, heads = ids.size(1), lambda x: x.unflatten(-1, (-1, hp.head_dim))
+    x = x0 = linear(norm(w["tok_emb.weight"][ids]), "embed_proj")
+    skips, half = [], hp.num_layers // 2
+    for n in range(hp.num_layers):
+        at = f"blocks.{n}."
+        if n >= half and skips:
+            skip = w["skip_weights"][n - half] * skips.pop()
+            x = skip.lerp(x, w["skip_gates"][n - half].sigmoid()) if hp.skip_gates_enabled else x + skip
+        x = w[at + "resid_mix"][0] * x + w[at + "resid_mix"][1] * x0
+        factor = (n + 1) ** -0.5 if hp.ln_scale else 1
+        inner = norm(x) * factor
+        q, k, v = (linear(inner, f"{at}attn.c_{name}") for name in "qkv")
+        if n in hp.ve_layer_list:
+            value = linear(w["ve_shared.embed.weight"][ids], "ve_shared.proj") * w["ve_shared.scale"]
+            v = v + value * w[f"ve_layer_scales.{hp.ve_layer_list.index(n)}"]
+        q, k, v = rotated(norm(heads(q)), hp, length), rotated(norm(heads(k)), hp, length), heads(v)
+        q = q * w[at + "attn.q_gain"][:, None]
+        y = reference_attention(q, k, v).float()
+        if n >= hp.num_layers - hp.xsa_last_n:
+            own = F.normalize(v, dim=-1).repeat_interleave(hp.num_heads // hp.num_kv_heads, dim=2)
+            y = y - (y * own).sum(-1, keepdim=True) * own
+        x = x + w[at + "attn_scale"] * linear(y.flatten(2), at + "attn.proj")
+        hidden = F.leaky_relu(linear(norm(x) * factor, at + "mlp.fc"), 0.5) ** 2
+        x = x + w[at + "mlp_scale"] * linear(hidden, at + "mlp.proj")
+        if n < half:
+            skips.append(x)
+    z = linear(norm(x), "head_proj") @ w["tok_emb.weight" if hp.tie_embeddings else "lm_head.weight"].T
+    logits = hp.logit_softcap * torch.tanh(z / hp.logit_softcap)
+    return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+
+
+VARIANTS = {
+    **SHAPES,
+    "XSA in the last two layers": {"xsa_last_n": 2},
+    "shorter than in training": {"train_seq_len": 128},
+    "longer than in training": {"train_seq_len": 16},
+    "other numbers": {"rope_base": 50, "logit_softcap": 3, "qk_gain_init": 1.5, "mlp_mult": 2.5, "rope_dims": 6},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_losses_are_those_of_the_definition(variant):
+    model = fresh_model(**VARIANTS[variant])
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=generator))
+        ids, targets = batch_of(model.hp)
+        expected = reference_losses(model.hp, dict(model.named_parameters()), ids, targets)
+        torch.testing.assert_close(model(ids, targets, 0, "none"), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(ids, targets, 20, "none"), expected[:, 20:], rtol=1e-4, atol=1e-4)
 
 
 # -- causality ---------------------------------------------------------------------------------------------------------
@@ -583,12 +724,12 @@ def test_difficult_hessians_never_raise_and_are_reported(case, fallback):
         assert torch.equal(done.tensors[f"{name}.q"], tg.quantize_int6_rows(weight)[0])
 
 
-def test_a_slightly_indefinite_hessian_is_used_or_reported():
+def test_a_slightly_indefinite_hessian_is_used_and_reported():
     name, x = "blocks.0.mlp.fc.weight", correlated(500, 256)
     hessian = x.T @ x
     hessian -= 0.03 * hessian.diagonal().mean() * torch.eye(256)  # more than the usual damping makes up for
     done = tg.quantize_state({name: torch.randn(300, 256)}, {name: hessian}, settings())
-    assert sorted(done.gptq + done.fallback) == [name]
+    assert done.damped == done.gptq == [name] and done.fallback == []
 
 
 LARGE = {"model_dim": 160, "embedding_dim": 160, "num_layers": 1, "xsa_last_n": 1, "ve_layers": "0", "mlp_mult": 5}
@@ -617,6 +758,63 @@ def test_hessians_are_sums_of_products_of_inputs_over_batches():
     torch.testing.assert_close(hessians["blocks.0.mlp.fc.weight"], sum(x.T @ x for x in inputs) / 2)
     with torch.no_grad():
         model.hidden(batch_of(model.hp)[0])  # the hooks are gone
+
+
+def test_attention_matrices_get_their_inputs_hessians_and_int6_codes(monkeypatch):
+    monkeypatch.setattr(tg, "PASSTHROUGH_MAX_ELEMENTS", 500)
+    model, inputs = fresh_model(num_layers=1, xsa_last_n=1, ve_layers="0"), {}
+    for name in ("attn", "attn.proj"):
+        model.get_submodule(f"blocks.0.{name}").register_forward_pre_hook(
+            lambda _m, args, name=name: inputs.update({name: args[0].detach().flatten(0, 1)}))
+    collector = tg.HessianCollector(model)
+    with torch.no_grad():
+        model.hidden(batch_of(model.hp)[0])
+    hessians = collector.finish(1, tg.World())
+    for part, source in (("c_q", "attn"), ("c_k", "attn"), ("c_v", "attn"), ("proj", "attn.proj")):
+        torch.testing.assert_close(hessians[f"blocks.0.attn.{part}.weight"], inputs[source].T @ inputs[source])
+    meta = tg.quantize_state(model.state_dict(), hessians, model.hp).meta
+    assert {name for name, kind in meta.items() if kind == {"type": "int6", "method": "gptq"}} == set(hessians)
+    assert len(hessians) == 6 and meta["tok_emb.weight"] == {"type": "int8"}
+    monkeypatch.setattr(tg, "PASSTHROUGH_MAX_ELEMENTS", 32 * 32)
+    assert tg.storage_class("blocks.0.attn.c_q.weight", torch.zeros(32, 32), model.hp) == "passthrough"
+
+
+class SlowBatches:
+    """Calibration data of which each batch takes two seconds of a pretended clock."""
+
+    def __init__(self, hp, monkeypatch):
+        self.ids, self.now, self.count = batch_of(hp)[0], 0.0, 0
+        monkeypatch.setattr(tg, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
+
+    def next(self):
+        self.now, self.count = self.now + 2, self.count + 1
+        return [self.ids]
+
+
+@pytest.mark.parametrize(("cap", "batches"), [(10, 3), (10.5, 3), (100, 6), (0, 6)])
+def test_calibration_ends_before_the_batch_that_would_pass_the_cap(monkeypatch, cap, batches):
+    model, lines = fresh_model(**LARGE, gptq_calibration_batches=6, max_wallclock_seconds=cap,
+                               gptq_reserve_seconds=1), []
+    data, clock = SlowBatches(model.hp, monkeypatch), tg.Stopwatch(4.0)
+    clock.start()
+    tg.collect_hessians(model, data, clock, lines.append, tg.World())
+    assert data.count == batches and any("calibration batches fit" in line for line in lines) == (batches < 6)
+
+
+def test_without_gptq_no_method_is_stored():
+    name = "blocks.0.mlp.fc.weight"
+    meta = tg.quantize_state({name: torch.randn(300, 256)}, {}, settings(gptq_enabled=0)).meta
+    assert meta == {name: {"type": "int6"}}
+
+
+def test_quantisation_puts_the_precision_of_products_back():
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        tg.quantize_state({"blocks.0.mlp.fc.weight": torch.randn(300, 256)}, {}, settings())
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 # -- the artifact's seal -----------------------------------------------------------------------------------------------
@@ -677,6 +875,219 @@ def test_gradients_of_several_dtypes_are_kept_apart():
     assert {flat.dtype for flat, _ in gradients.groups} == {torch.float32, torch.bfloat16}
     assert sum(flat.numel() for flat, _ in gradients.groups) == sum(p.numel() for p in model.parameters())
     assert all(p.grad.dtype == p.dtype and p.grad.shape == p.shape for p in model.parameters())
+
+
+class Twin(tg.World):
+    """One of two ranks; the other's numbers are `factor` times this one's and its clock is four seconds ahead."""
+    factor = 1.0
+
+    def sum(self, tensor):
+        return tensor.mul_(1 + self.factor)
+
+    def gather(self, values):
+        return [values, [value + 4 for value in values]]
+
+
+def test_gradients_of_ranks_are_averaged():
+    model = fresh_model()
+    gradients = tg.Gradients(model.parameters())
+    gradients.add(model(*batch_of(model.hp)))
+    before = [p.grad.clone() for p in model.parameters()]
+    gradients.average(Twin(size=2))
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before))
+
+
+def test_the_slowest_rank_and_the_mean_loss_count_on_every_rank():
+    one = types.SimpleNamespace(world=Twin(size=2), clock=tg.Stopwatch(3.0))
+    assert tg.Trainer._agree(one, lambda: 2.0, "") == (7.0, 4.0)
+
+
+# -- the loop on a pretended clock -------------------------------------------------------------------------------------
+
+
+class Lines(list):
+    """A log that keeps its lines and its records of steps."""
+
+    def __init__(self):
+        self.steps = []
+
+    def __call__(self, line):
+        self.append(line)
+
+    def record(self, kind, **values):
+        self.steps += [values] if kind == "step" else []
+
+
+@pytest.fixture
+def make_trainer(data_here, tables, monkeypatch):
+    """A trainer whose steps take a second each and its validations a hundred, while no watchdog may be on."""
+    now, watchdog = [0.0], []
+    monkeypatch.setattr(tg, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(tg.faulthandler, "dump_traceback_later", lambda *args, **kwargs: watchdog.append(1))
+    monkeypatch.setattr(tg.faulthandler, "cancel_dump_traceback_later", watchdog.clear)
+
+    def make(**changes):
+        hp = settings(train_batch_tokens=128, micro_batch_tokens=128, muon_momentum_warmup_steps=9, **changes)
+        model, plan = tg.build_model(hp, tg.Operations(tg.sdpa_attention), CPU, torch.float32), tg.plan_batches(hp, 1)
+        evaluator = tg.Evaluator(hp, plan, tg.World(), tg.load_validation(hp, tables), model)
+        trainer = tg.Trainer(model, evaluator, tg.find_shards(hp, "train"), Lines(), tg.newton_schulz)
+        step, trainer.factors, trainer.momenta = trainer.optimizers.step, [], []
+
+        def timed_step(factor, momentum):
+            now[0] += 1
+            trainer.factors.append(factor)
+            trainer.momenta.append(momentum)
+            step(factor, momentum)
+
+        def timed_validation():
+            assert not watchdog, "a validation longer than STALL_SECONDS would end the run"
+            now[0] += 100
+            return tg.Score(1.0, 1.0, 100.0)
+
+        trainer.optimizers.step, evaluator.full = timed_step, timed_validation
+        return trainer
+
+    yield make
+    assert not watchdog, "what follows training would end after STALL_SECONDS"
+
+
+def test_the_clock_counts_steps_but_neither_warm_up_nor_validation(make_trainer):
+    trainer = make_trainer(iterations=7, val_loss_every=2, warmup_steps=2, max_wallclock_seconds=0, train_log_every=6)
+    trainer.warm_up()
+    assert trainer.clock.seconds == 0 and trainer.momenta == [tg.muon_momentum(n, trainer.hp) for n in (0, 1)]
+    trainer.momenta.clear()
+    trainer.fit()
+    assert [(row["step"], row["train_seconds"]) for row in trainer.log.steps] == [(n, n) for n in range(1, 7)]
+    assert trainer.momenta == [tg.muon_momentum(n, trainer.hp) for n in range(7)]
+    assert trainer.clock.seconds == 7
+    with trainer.on_the_clock():
+        pass
+    assert trainer.clock.seconds == 7
+
+
+def test_a_resumed_run_goes_on_with_the_rate_of_its_clock(make_trainer, monkeypatch):
+    trainer = make_trainer(max_wallclock_seconds=10, gptq_enabled=0)
+
+    def resume(snapshots):
+        snapshots.trainer.steps_done, snapshots.trainer.clock = 3, tg.Stopwatch(6.0)
+        return True
+
+    finished = []
+    monkeypatch.setattr(tg.Snapshots, "resume", resume)
+    monkeypatch.setattr(tg.Snapshots, "finish", lambda snapshots: finished.append(snapshots.trainer.steps_done))
+    trainer.fit()
+    assert finished == [7], "a snapshot under way is waited for"
+    assert trainer.factors == pytest.approx([tg.lr_factor(seconds / 10, 0.667, 0) for seconds in (6, 7, 8, 9)])
+    assert trainer.steps_done == 7 and any("stopping_early" in line for line in trainer.log)
+
+
+def test_warm_up_leaves_weights_moments_and_rates_as_they_were(make_trainer):
+    trainer = make_trainer(warmup_steps=2)
+    before = {name: t.clone() for name, t in trainer.model.state_dict().items()}
+    trainer.warm_up()
+    assert all(torch.equal(t, before[name]) for name, t in trainer.model.state_dict().items())
+    assert not trainer.optimizers.adam.state and not trainer.optimizers.muon.state
+
+
+def test_the_gradient_is_clipped_after_it_was_averaged_over_ranks(make_trainer, monkeypatch):
+    monkeypatch.setattr(Twin, "factor", 99.0)
+    trainer = make_trainer(grad_clip_norm=0.01)
+    trainer.world = Twin(size=2)
+    with trainer.on_the_clock() as data:
+        trainer.step(data, 0, 1.0)
+    norm = torch.stack([flat.norm() for flat, _ in trainer.gradients.groups]).norm()
+    assert norm.item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_short_averages_and_slow_readers_are_said(make_trainer):
+    trainer = make_trainer(ema_decay=0.9, iterations=60)
+    for steps, waited, warnings in ((51, 1, 0), (49, 1, 1), (51, 3, 1)):
+        trainer.steps_done = steps
+        trainer.log.clear()
+        trainer._report_end(100.0, waited)
+        assert sum("WARNING" in line for line in trainer.log) == warnings
+
+
+class Events(list):
+    """A stand-in for all that Run.train calls, which notes the order; clocks are those of two ranks."""
+    plan = types.SimpleNamespace(grad_accum_steps=8)
+    steps_done, began, hessian_seconds = 5, 0.0, 0.0
+    failure, evaluator, train_paths, model = None, None, [], torch.nn.Linear(1, 1)
+
+    def __init__(self, hp, seconds, last, other):
+        self.hp, self.clock, self.last_read_seconds, self.results = hp, tg.Stopwatch(seconds), last, {}
+        self.world = types.SimpleNamespace(gather=lambda values: [values, other])
+
+    def log(self, line):
+        pass
+
+    def compile(self, function):
+        return function
+
+    def warm_up(self):
+        self.append("warm-up")
+
+    def fit(self):
+        self.append("fit")
+        return self
+
+    def copy_to_model(self):
+        self.append("average")
+
+    def write_checkpoint(self):
+        self.append("checkpoint")
+
+    def write_artifact(self, hessians):
+        self.append("artifact")
+
+    def collect(self, *args):
+        self.append("hessians")
+        self.clock = tg.Stopwatch(self.clock.seconds + self.hessian_seconds)
+
+    @contextlib.contextmanager
+    def on_the_clock(self, skip=0):
+        assert skip == 0, "calibration begins the data anew"
+        yield
+
+    def run(self, monkeypatch):
+        monkeypatch.setattr(tg, "Trainer", lambda *args: self)
+        monkeypatch.setattr(tg, "collect_hessians", self.collect)
+        tg.Run.train(self)
+        return self
+
+
+def test_the_average_is_what_is_calibrated_and_quantised(monkeypatch):
+    events = Events(settings(), 9.0, 9.0, [9.0, 9.0])
+    events.hessian_seconds = 2.0
+    assert events.run(monkeypatch) == ["warm-up", "fit", "average", "checkpoint", "hessians", "artifact"]
+    expected = {"train_seconds": 11, "hessian_seconds": 2, "tokens": 5 * 1024, "tokens_per_second": 5 * 1024 / 9}
+    assert {key: events.results[key] for key in expected} == expected
+
+
+
+@pytest.mark.parametrize(("gptq", "last", "spent", "other", "late"), [
+    (1, 9, 9.5, [9, 9.5], False), (1, 9, 10.5, [9, 9], True), (1, 9, 9, [9, 10.5], True),
+    (0, 9, 10.5, [9, 10.5], False), (0, 10.5, 10.5, [9, 9], True), (0, 9, 9, [10.5, 11], True)])
+def test_data_in_use_after_the_cap_on_any_rank_fails_the_run(monkeypatch, gptq, last, spent, other, late):
+    """With Hessians all that they take counts; without them only reading does: the last step may end after the cap."""
+    hp = settings(max_wallclock_seconds=10, gptq_reserve_seconds=1, gptq_enabled=gptq)
+    run = Events(hp, spent, last, other).run(monkeypatch)
+    assert isinstance(run.failure, tg.ClockError) == late
+    assert run.results["train_data_last_read_seconds"] == max(last, other[0])
+
+
+def test_a_disk_without_room_for_the_model_is_refused_at_once(monkeypatch, tmp_path):
+    run = types.SimpleNamespace(model=fresh_model(), run_id="r", world=tg.World(), output=tmp_path,
+                                logs=tmp_path / "logs", hp=settings())
+    size = 5 * sum(t.nbytes for t in run.model.state_dict().values()) // 4
+    for free in (size, size - 1):
+        monkeypatch.setattr(tg.shutil, "disk_usage", lambda _, free=free: types.SimpleNamespace(free=free))
+        if free < size:
+            with pytest.raises(tg.SetupError, match="bytes are free"):
+                tg.Run.open_log(run)
+        else:
+            tg.Run.open_log(run)
+        run.run_id += "2"
 
 
 # -- artifacts of others -----------------------------------------------------------------------------------------------
@@ -767,6 +1178,16 @@ def test_missing_and_trailing_bytes_are_artifact_errors(small_artifact, compress
         tg.unpack_artifact({"less": data[:-1], "head": data[:9], "more": data + b"garbage"}[cut])
 
 
+@pytest.mark.parametrize("spare", [0, -1])
+def test_the_size_cap_itself_is_allowed(monkeypatch, tmp_path, small_artifact, spare):
+    model, data = small_artifact
+    (tmp_path / "given.ptz").write_bytes(data)
+    monkeypatch.setattr(tg, "SIZE_CAP_BYTES", len(data) + 100 + spare)
+    run = types.SimpleNamespace(world=tg.World(), model=model, source=bytes(100), results={}, failure=None)
+    tg.Run.load_artifact(run, tmp_path / "given.ptz")
+    assert run.results["headroom_bytes"] == spare and isinstance(run.failure, tg.OversizeError) == (spare < 0)
+
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
@@ -822,6 +1243,10 @@ def fa3_stand_in(kind: str):
             raise RuntimeError("no kernel image is available for execution on the device\nmore")
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=kind != "wrong", enable_gqa=True).transpose(1, 2)
+        if kind == "wrong gradient":
+            return 2 * out - out.detach()
+        if kind == "nan":
+            return out * float("nan")
         return (out, None) if kind == "tuple" else out
 
     module = types.ModuleType("flash_attn_interface")
@@ -842,7 +1267,8 @@ def test_flash_attention_3_is_chosen_when_it_works(any_backend, monkeypatch, mod
         torch.testing.assert_close(logits_of(ours, ids), logits_of(theirs, ids), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("raises", "no kernel image"), ("wrong", "off by")])
+@pytest.mark.parametrize(("kind", "reason"), [
+    ("raises", "no kernel image"), ("wrong", "off by"), ("wrong gradient", "off by"), ("nan", "off by nan")])
 def test_a_flash_attention_3_that_fails_its_probe_is_refused_with_the_reason(any_backend, monkeypatch, kind, reason):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", fa3_stand_in(kind))
     chosen = tg.choose_attention(settings(), CPU, torch.float32)[1]
@@ -958,6 +1384,7 @@ def test_the_default_batch_is_that_of_the_recipe():
         plan = tg.plan_batches(hp, world)
         assert (plan.grad_accum_steps, plan.micro_sequences, plan.draw_windows) == (8 // world, 48, 48 * world)
         assert plan.eval_sequences == 32
+    assert tg.plan_batches(hp, 16) == tg.BatchPlan(1, 24, 384, 16)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -1010,6 +1437,7 @@ def test_each_setting_is_read_from_the_environment():
         ("VE_LAYERS", "9;10"),
         ("VE_LAYERS", "9,9"),
         ("ROPE_DIMS", "15"),
+        ("ROPE_DIMS", "66"),
         ("XSA_LAST_N", "12"),
         ("NUM_KV_HEADS", "3"),
         ("EVAL_STRIDE", "4096"),
@@ -1018,6 +1446,15 @@ def test_each_setting_is_read_from_the_environment():
 def test_a_bad_value_is_refused_by_name(name, value):
     with pytest.raises(tg.SetupError, match=name):
         tg.Hyperparameters.from_env({name: value})
+
+
+def test_limits_themselves_are_allowed_and_a_cap_that_the_reserve_uses_up_is_not():
+    hp = tg.Hyperparameters.from_env({"WARMDOWN_FRAC": "1", "VOCAB_SIZE": "65536", "SEED": "0"})
+    assert (hp.warmdown_frac, hp.vocab_size, hp.seed) == (1, 65536, 0)
+    environ = {"MAX_WALLCLOCK_SECONDS": "10", "GPTQ_RESERVE_SECONDS": "10"}
+    with pytest.raises(tg.SetupError, match="MAX_WALLCLOCK_SECONDS"):
+        tg.Hyperparameters.from_env(environ)
+    assert tg.Hyperparameters.from_env({**environ, "GPTQ_ENABLED": "0"}).train_cap_seconds == 10
 
 
 def test_variables_of_others_are_not_taken_for_settings():
@@ -1052,7 +1489,7 @@ def test_ranks_that_torchrun_did_not_set_are_refused(environ, part):
 
 @pytest.mark.parametrize(("name", "meant"), [
     ("VE_DIN", "VE_DIM"), ("SEDE", "SEED"), ("MIN_LE", "MIN_LR"), ("KERNALS", "KERNELS"), ("DEVISE", "DEVICE"),
-    ("EMBEDING_DIM", "EMBEDDING_DIM")])
+    ("EMBEDING_DIM", "EMBEDDING_DIM"), ("iterations", "ITERATIONS")])
 def test_a_slip_in_a_name_is_an_error_however_short(name, meant):
     with pytest.raises(tg.SetupError, match=f"{name} is no setting; did you mean {meant}"):
         tg.Hyperparameters.from_env({name: "1"})

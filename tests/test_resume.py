@@ -80,11 +80,12 @@ def test_another_number_of_ranks_goes_on_and_the_clock_counts_both_parts(stopped
 
 
 def test_other_settings_are_refused_by_name(stopped, tmp_path):
-    changes = {**SHORT, "run_id": "r", "iterations": 17, "matrix_lr": 0.03}
+    changes = {**SHORT, "run_id": "r", "iterations": 17, "matrix_lr": 0.03, "seed": 7, "train_batch_tokens": 2048}
     result = run_script(copy_of(stopped, tmp_path), **changes, resume="auto")
     assert result.returncode == 2
     message = result.stderr[result.stderr.index("error: "):]
     assert "ITERATIONS=17 (there 16)" in message and "MATRIX_LR=0.03 (there 0.02)" in message
+    assert "SEED=7 (there 1337)" in message and "TRAIN_BATCH_TOKENS=2048 (there 1024)" in message
     assert "RUN_ID" not in message
 
 

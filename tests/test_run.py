@@ -54,7 +54,7 @@ SUMMARY_KEYS = (
 def full(tmp_path_factory):
     """(folder, result) of a whole run of the tiny configuration with validation at half time."""
     folder = new_folder(tmp_path_factory.mktemp("run"), "full")
-    result = run_script(folder, run_id="full", val_loss_every=2)
+    result = run_script(folder, run_id="full", val_loss_every=2, muon_beta2=0.95)
     assert result.returncode == 0, result.stderr
     return folder, result
 
@@ -161,6 +161,22 @@ def test_final_model_holds_the_averaged_state_dict(full):
     expected = tg.build_model(hp, tg.Operations(tg.sdpa_attention), torch.device("cpu"), torch.float32).state_dict()
     assert {name: t.shape for name, t in state.items()} == {name: t.shape for name, t in expected.items()}
     assert list(state) == list(expected)
+
+
+def test_each_score_is_of_its_own_weights(full, monkeypatch):
+    monkeypatch.chdir(full[0])
+    hp = tg.Hyperparameters.from_env(run_environment())
+    model = tg.build_model(hp, tg.Operations(tg.sdpa_attention), torch.device("cpu"), torch.float32)
+    model.load_state_dict(torch.load("final_model.pt", weights_only=True))
+    val = tg.load_validation(hp, tg.byte_tables(tg.load_tokenizer(hp)))
+    loss = tg.Evaluator(hp, tg.plan_batches(hp, 1), tg.World(), val, model).full().val_loss
+    scores = {record["name"]: record["val_loss"] for record in records(full[0], "full", "evaluation")}
+    assert scores["pre_quant"] == pytest.approx(loss, abs=1e-5)
+    assert abs(records(full[0], "full", "validation")[-1]["val_loss"] - loss) > 1e-3, "the raw weights' own"
+
+
+def test_a_setting_that_nothing_reads_is_named(full):
+    assert full[1].stdout.count("WARNING: MUON_BETA2 is set, but nothing reads it") == 1
 
 
 def test_records_cover_steps_validations_evaluations_and_the_result(full):
