@@ -1897,8 +1897,14 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {t.dtype} {tuple(t.shape)} ".encode() + t.contiguous().flatten().numpy().tobytes())
     return digest.hexdigest()
 
-def pack_artifact(quantized: Quantized, compressor: str) -> bytes:
-    buffer, seal = io.BytesIO(), {"format": 1, "sha256": fingerprint(quantized.tensors)}
+def forward_settings(hp: Hyperparameters) -> dict[str, str]:
+    """Settings that no shape in the artifact tells, and with other values of which it would score otherwise."""
+    names = "rope_dims", "rope_base", "logit_softcap", "train_seq_len", "ve_layers", "xsa_last_n", "ln_scale"
+    return {name: "".join(str(getattr(hp, name)).split()) for name in names}
+
+def pack_artifact(quantized: Quantized, compressor: str, settings: Mapping[str, str] | None = None) -> bytes:
+    seal = {"format": 1, "sha256": fingerprint(quantized.tensors), "settings": dict(settings or {})}
+    buffer = io.BytesIO()
     torch.save({"w": quantized.tensors, "m": quantized.meta | {SEAL: seal}}, buffer)
     return compress(byte_shuffle(buffer.getvalue()), compressor)
 
@@ -1910,8 +1916,10 @@ def check_pickle(archive: zipfile.ZipFile) -> None:
             if others := sorted(found - ARTIFACT_NAMES):
                 raise ValueError(f"its pickle names {others[:3]}, which no artifact needs")
 
-def unpack_artifact(data: bytes, limit: int = LARGEST_UNPACKED) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and meta of an artifact, of at most `limit` bytes, or ArtifactError. No other object is loaded."""
+def unpack_artifact(data: bytes, limit: int = LARGEST_UNPACKED,
+                    settings: Mapping[str, str] | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and meta of an artifact, of at most `limit` bytes. No other object is loaded. Raises ArtifactError, also
+    when it was trained with other values of these `settings`."""
     try:
         raw = io.BytesIO(byte_unshuffle(decompress(data, limit)))
         archive = zipfile.ZipFile(raw)
@@ -1930,11 +1938,15 @@ def unpack_artifact(data: bytes, limit: int = LARGEST_UNPACKED) -> tuple[dict[st
         seal = dict(meta.pop(SEAL, {}))  # others' artifacts have none
         if seal and (seal["format"] != 1 or seal["sha256"] != fingerprint(tensors)):
             raise ValueError(f"format {seal['format']} is not 1, or the tensors are not those that were written")
-        return tensors, meta
+        said = seal.get("settings", {})
+        trained_with = {name: str(said[name]) for name in settings or () if name in said}
     except SetupError:  # no brotli
         raise
     except Exception as error:  # noqa: BLE001 - a damaged stream, zip or pickle fails in many ways that mean the same
         raise ArtifactError(f"it is no artifact, or damaged ({type(error).__name__}: {first_line(error)})") from None
+    if others := [f"{n.upper()}={ascii(v)[1:-1]:.40}" for n, v in trained_with.items() if settings[n] != v]:
+        raise ArtifactError(f"it was trained with {' '.join(others)}; set that")
+    return tensors, meta
 
 def dequantize(tensors: dict[str, Tensor], meta: dict[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights with the names, shapes and dtypes of `like`. Raises ArtifactError when they belong to another model."""
@@ -2138,7 +2150,8 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
             if not all(bool(t.isfinite().all()) for t in quantized.tensors.values()):
                 raise DivergedError("weights not finite or too large for fp16; lower MATRIX_LR or TIED_EMBED_LR")
             packing = time.perf_counter()
-            data = pack_artifact(quantized, self.hp.compressor) if self.world.is_main else b""
+            settings = forward_settings(self.hp)
+            data = pack_artifact(quantized, self.hp.compressor, settings) if self.world.is_main else b""
             self.log(f"quantization: {packing - began:.1f}s compression: {time.perf_counter() - packing:.1f}s")
             self.results["int6_scale_factor"] = scales
             size = self.world.broadcast_object(len(data))
@@ -2190,7 +2203,8 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         try:
             state = self.model.state_dict()
             limit = 8 * sum(t.numel() for t in state.values()) + 2**22  # twice what fp32 weights need
-            self.model.load_state_dict(dequantize(*unpack_artifact(data, limit), state))
+            tensors, meta = unpack_artifact(data, limit, forward_settings(self.hp))
+            self.model.load_state_dict(dequantize(tensors, meta, state))
         except ArtifactError as error:
             raise ArtifactError(f"{path} cannot be scored: {error}") from None
         total = len(self.source) + len(data)

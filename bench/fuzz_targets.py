@@ -172,7 +172,8 @@ STATE = {name: t.clone() for name, t in MODEL.state_dict().items()}
 QUANTIZED = quantize(STATE)
 CONTENT = {"w": QUANTIZED.tensors, "m": QUANTIZED.meta}
 assert {"int6", "int8"} <= {m["type"] for m in QUANTIZED.meta.values() if isinstance(m, dict)}
-PACKED = [tg.pack_artifact(QUANTIZED, compressor) for compressor in ("brotli", "lzma")]
+SETTINGS = tg.forward_settings(MODEL.hp)
+PACKED = [tg.pack_artifact(QUANTIZED, compressor, SETTINGS) for compressor in ("brotli", "lzma")]
 RAW = tg.byte_unshuffle(tg.decompress(PACKED[0]))
 GOOD = tg.dequantize(*tg.unpack_artifact(PACKED[0]), STATE)
 
@@ -182,7 +183,7 @@ def write_artifact(folder: Path, data: bytes, same: bool = False) -> Examination
 
 def load_artifact(path: Path, same: bool) -> str:
     """As EVAL_ONLY loads it. Accepted weights are finite; `same`: checksums leave no others than the good ones."""
-    run = SimpleNamespace(world=tg.World(), model=MODEL, source=b"", results={}, failure=None)
+    run = SimpleNamespace(world=tg.World(), model=MODEL, hp=MODEL.hp, source=b"", results={}, failure=None)
     try:
         tg.Run.load_artifact(run, path)
     except tg.ArtifactError as error:

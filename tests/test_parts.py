@@ -830,9 +830,34 @@ def test_an_artifact_is_sealed_and_one_without_seal_is_read_too():
     model = fresh_model(gptq_enabled=0)
     quantized = tg.quantize_state(model.state_dict(), {}, model.hp)
     content = torch.load(io.BytesIO(tg.byte_unshuffle(tg.decompress(tg.pack_artifact(quantized, "lzma")))))
-    assert content["m"].pop(tg.SEAL)["format"] == 1 and content["m"] == quantized.meta
+    seal = content["m"].pop(tg.SEAL)
+    assert (seal["format"], seal["settings"]) == (1, {}) and content["m"] == quantized.meta
     tensors, meta = tg.unpack_artifact(packed(content))
     assert meta == quantized.meta and tg.fingerprint(tensors) == tg.fingerprint(quantized.tensors)
+
+
+def test_settings_that_no_shape_tells_are_in_the_artifact():
+    model = fresh_model(gptq_enabled=0)
+    settings_here = tg.forward_settings(model.hp)
+    data = tg.pack_artifact(tg.quantize_state(model.state_dict(), {}, model.hp), "lzma", settings_here)
+    tg.unpack_artifact(data)
+    tg.unpack_artifact(data, settings=settings_here)
+    for name, value in settings_here.items():
+        with pytest.raises(tg.ArtifactError, match=f"^it was trained with {name.upper()}={value}; set that$"):
+            tg.unpack_artifact(data, settings=settings_here | {name: "other"})
+
+
+@pytest.mark.parametrize("said", [5, ["rope_base"], "rope_base", {"rope_base": "1\n" * 99}, {"rope_base": [1]}, {1: 2}])
+def test_odd_settings_in_an_artifact_are_refused_in_one_line_or_not_ours(said):
+    model = fresh_model(gptq_enabled=0)
+    quantized = tg.quantize_state(model.state_dict(), {}, model.hp)
+    seal = {"format": 1, "sha256": tg.fingerprint(quantized.tensors), "settings": said}
+    data = packed({"w": quantized.tensors, "m": quantized.meta | {tg.SEAL: seal}})
+    if said == {1: 2}:
+        tg.unpack_artifact(data, settings=tg.forward_settings(model.hp))
+    else:
+        with pytest.raises(tg.ArtifactError, match=r"^[^\n]{1,120}\Z"):
+            tg.unpack_artifact(data, settings=tg.forward_settings(model.hp))
 
 
 @pytest.mark.parametrize("change", ["value", "name", "format"])

@@ -204,6 +204,9 @@ def test_artifact_scores_the_same_alone_without_training_data(full, tmp_path):
     ours, theirs = summary_block(result.stdout), summary_block(full[1].stdout)
     for key in ("val_bpb", "val_loss", "int6_val_bpb", "model_bytes", "total_bytes"):
         assert ours[key] == theirs[key]
+    changed = {"run_id": "other", "rope_base": 5000, "ve_layers": 3}
+    other = run_script(tmp_path, eval_only=full[0] / "final_model.int6.ptz", **changed)
+    assert other.returncode == 6 and "it was trained with ROPE_BASE=10000.0 VE_LAYERS=3,4; set that" in other.stderr
 
 
 # -- the same and other seeds ------------------------------------------------------------------------------------------
