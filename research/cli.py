@@ -66,7 +66,7 @@ def add_auto(commands: Any) -> None:
     source.add_argument("--proposer", choices=["optuna"], help="search the script's numbers without an agent")
     option = auto.add_argument
     option("--agent-seconds", type=float, default=900.0, help="time of one call (default %(default)g)")
-    option("--settings", default="", metavar="NAME,...", help="numbers to search (default: all but whole numbers)")
+    option("--settings", default="", metavar="NAME,...", help="numbers to search (default: see program.md)")
     option("--gpus", default="", metavar="0,1,...", help="one candidate per GPU at a time")
     option("--iterations", type=int, default=sys.maxsize, help="proposals at most")
     option("--hours", type=float, default=math.inf, help="start nothing new after so long")

@@ -10,10 +10,12 @@ import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from golf.trial import read_text, run_process
+from research import guard
 from research.loop import Loop
 from research.repo import changed_files
 from research.store import RESULTS, SHORT, Row, one_line, whole_lines
@@ -21,6 +23,7 @@ from research.store import RESULTS, SHORT, Row, one_line, whole_lines
 PROTOCOL = Path(__file__).with_name("program.md")
 SHOWN_ROWS, DESCRIPTION_CHARS = 40, 120
 CHANGED_TOGETHER = 3  # settings in one proposal of the search
+SEARCH_TRIES = 20  # for a script that was not tried yet
 
 @dataclass(frozen=True)
 class Proposal:
@@ -83,6 +86,7 @@ class Setting:
     low: float
     high: float
     whole: bool
+    by_default: bool  # searched when no names are given
 
 NUMBER = r"([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
 ASSIGNED = re.compile(rf"(?mi)^[ \t]*(\w+)(?:: *\w+)? *= *(setting\( *)?{NUMBER}(?= *(?:[,)#]|$))(.*)$")
@@ -91,32 +95,39 @@ RANGE = re.compile(rf"(?i)#.*?\[ *{NUMBER} *, *{NUMBER} *\]")  # a comment with 
 NOT_SEARCHED = re.compile(r"(?i)seed|seconds|wallclock|every|iterations|vocab|bytes|stride|eval|val_")
 
 def find_settings(source: str) -> dict[str, Setting]:
-    """Positive numbers given to upper-case names, or to any name as `setting(NUMBER, ...)`, by upper-case name."""
+    """Positive numbers given to upper-case names, or to any name as `setting(NUMBER, ...)`, by upper-case name. Only a
+    declared range, or a setting that is no whole number, says that it may be searched without being named."""
     found = {}
     for match in ASSIGNED.finditer(source):
         name, call, number, rest = match.groups()
-        if (call or name.isupper()) and not NOT_SEARCHED.search(name) and float(number) > 0:
+        fixed = NOT_SEARCHED.search(name) or guard.FROZEN.search(name)
+        if (call or name.isupper()) and not fixed and float(number) > 0:
             whole = number.replace("_", "").isdigit()
             low, high = search_range(float(number), whole, rest)
             if low < high:
-                found[name.upper()] = Setting(float(number), match.span(3), low, high, whole)
+                by_default = bool(RANGE.search(rest) or (call and not whole))
+                found[name.upper()] = Setting(float(number), match.span(3), low, high, whole, by_default)
     return found
 
 def search_range(value: float, whole: bool, rest: str) -> tuple[float, float]:
     """As a comment says; else half to twice the value, or by its distance from 1, inside the bounds of `setting`."""
-    if declared := RANGE.search(rest):
-        return float(declared[1]), float(declared[2])
     low, high = (1 - 3 * (1 - value), 1 - (1 - value) / 3) if 0.8 < value < 1 else (value / 2, value * 2)
     bounds = {name: float(number) for name, number in BOUND.findall(rest)}
     low, high = max(low, bounds.get("least", low)), min(high, bounds.get("most", high), bounds.get("below", high))
-    return (max(1, math.ceil(low)), math.floor(high)) if whole else (low, high)
+    if declared := RANGE.search(rest):
+        low, high = float(declared[1]), float(declared[2])
+    return (math.ceil(low), math.floor(high)) if whole else (low, high)
+
+def written(value: float, whole: bool) -> str:
+    """A number with four digits, also of its distance from 1; one that is not whole keeps a point or an exponent."""
+    size = min(abs(value), abs(1 - value)) or 1.0
+    return str(round(value)) if whole else repr(round(float(value), 3 - math.floor(math.log10(size))))
 
 def rewrite(source: str, settings: dict[str, Setting], values: dict[str, float]) -> str:
     """The script with these numbers in place of the old ones."""
     for name in sorted(values, key=lambda name: settings[name].span, reverse=True):
         start, end = settings[name].span
-        number = str(round(values[name])) if settings[name].whole else f"{values[name]:.4g}"
-        source = source[:start] + number + source[end:]
+        source = source[:start] + written(values[name], settings[name].whole) + source[end:]
     return source
 
 class OptunaSearch:
@@ -129,7 +140,7 @@ class OptunaSearch:
         except ImportError:
             raise ValueError("--proposer optuna needs the package optuna; pip install -r research/requirements.txt, or "
                              "use --agent") from None
-        self.loop, self.names = loop, names
+        self.loop, self.names, self.given = loop, names, set()
         self.optuna.logging.set_verbosity(self.optuna.logging.WARNING)
         backend = self.optuna.storages.journal.JournalFileBackend(str(loop.folder / "optuna.log"))
         self.study = self.optuna.create_study(storage=self.optuna.storages.JournalStorage(backend), load_if_exists=True,
@@ -142,15 +153,26 @@ class OptunaSearch:
         with self.loop.mutex:
             source = self.loop.repo.source(base).decode("utf-8")
             found = find_settings(source)
-            names = self.names or [name for name in found if not found[name].whole]
+            names = self.names or [name for name in found if found[name].by_default]
             if not names or set(names) - set(found):
                 raise ValueError(f"--settings {','.join(self.names)}: the numbers to search in the script are "
                                  f"{', '.join(found) or 'none'}; name some of them")
-            trial = self.study.ask()
-            values = {name: trial.suggest_float(name, found[name].low, found[name].high, log=found[name].low > 0)
-                      for name in random.sample(names, min(CHANGED_TOGETHER, len(names)))}
-        said = ", ".join(f"{name} {found[name].value:g} -> {value:.4g}" for name, value in values.items())
-        return Proposal(rewrite(source, found, values).encode(), said, learn=lambda row: self.learn(trial, row))
+            for _ in range(SEARCH_TRIES):
+                trial = self.study.ask()
+                values = {name: self.suggest(trial, name, found[name])
+                          for name in random.sample(names, min(CHANGED_TOGETHER, len(names)))}
+                proposed = rewrite(source, found, values).encode()
+                if proposed not in self.given and not self.loop.repo.same_script(proposed):
+                    self.given.add(proposed)
+                    said = ", ".join(f"{name} {source[slice(*found[name].span)]} -> {written(value, found[name].whole)}"
+                                     for name, value in values.items())
+                    return Proposal(proposed, said, learn=partial(self.learn, trial))
+                self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
+        raise NoProposal(f"the search found no script that was not tried, {SEARCH_TRIES} times; name more settings")
+
+    def suggest(self, trial: Any, name: str, setting: Setting) -> float:
+        suggest = trial.suggest_int if setting.whole else trial.suggest_float
+        return suggest(name, setting.low, setting.high, log=setting.low > 0)
 
     def learn(self, trial: Any, row: Row) -> None:
         with self.loop.mutex:

@@ -7,7 +7,7 @@ from conftest import ROOT
 from research_helpers import START, commit, edit, error_of, folder, session  # noqa: F401 - fixtures
 
 from research import cli, guard
-from research.propose import find_settings, rewrite
+from research.propose import find_settings, rewrite, written
 from research.store import read_rows
 
 # ruff: noqa: F811 - fixtures are parameters too
@@ -45,6 +45,19 @@ def test_settings_and_their_ranges():
     assert ranges["MOMENTUM"] == pytest.approx((0.85, 0.98333), abs=1e-4) and ranges["GATE"] == (0.1, 0.9)
     assert ranges["BETA"] == pytest.approx((0.97, 0.996667), abs=1e-5) and ranges["WARMDOWN"][1] == 1
     assert found["DEPTH"].whole and not found["GATE"].whole
+    assert {name for name in found if found[name].by_default} == {"GATE", "EMBED_LR", "WARMDOWN", "BETA"}
+
+
+def test_what_is_frozen_is_never_searched():
+    assert not find_settings("SIZE_CAP_BITS = 8.0\nBPB_SCALE = 1.0  # [0.5, 2]\nSIZE_CAP_SHARE = 0.5  # [0.1, 0.9]\n")
+
+
+@pytest.mark.parametrize("value, text", [(0.9999984123, "0.999998412"), (6123.4, "6123.0"), (0.0312345, "0.03123"),
+                                         (1.23456e-8, "1.235e-08"), (2, "2.0"), (0, "0.0"), (1.00012345, "1.0001235")])
+def test_a_float_keeps_its_digits_and_stays_a_float(value, text):
+    assert written(value, whole=False) == text
+    again = find_settings(f"ABC = {text}\n")
+    assert not again or not again["ABC"].whole
 
 
 def test_rewrite_changes_only_the_numbers():
@@ -117,6 +130,17 @@ def test_optuna_searches_the_constants(folder, capsys):
     assert len(rows) >= 21 and all(row.description.startswith("MATRIX_LR 0.0") for row in rows[1:])
     best = [row for row in rows if row.status == "keep"][-1]
     assert best.val_bpb < rows[0].val_bpb - 0.004  # the optimum of 0.03 is 0.01 better than the script's 0.02
+
+
+def test_optuna_tries_no_script_twice_and_ends_when_all_were_tried(session, capsys):
+    pytest.importorskip("optuna")
+    script = session / "train_gpt.py"
+    script.write_text(script.read_text() + "\nDEPTH = 2  # [1, 3]\n")
+    commit(session)
+    said = error_of(capsys, "auto", "--proposer", "optuna", "--settings", "DEPTH")
+    assert "calls in a row brought no proposal; the last: the search found no script that was not tried" in said
+    assert [row.description for row in read_rows(session)[2:]] in (
+        ["DEPTH 2 -> 1", "DEPTH 2 -> 3"], ["DEPTH 2 -> 3", "DEPTH 2 -> 1"])
 
 
 def test_the_trainer_does_what_it_says():
