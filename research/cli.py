@@ -142,7 +142,7 @@ def make_state(root: Path, args: argparse.Namespace) -> State:
     untracked = ("ls-files", "-z", "--others", "--directory", "--exclude=__pycache__", "--", data)
     links = [] if Path(data).is_absolute() else [name.rstrip("/") for name in git(root, *untracked).split("\0") if name]
     return State(args.tag, args.script, command, args.budget, limit, args.cap_bytes, links + args.link,
-                 guard.fingerprint_data(root))
+                 guard.fingerprint_data(root), guard.outside_settings((root / args.script).read_bytes()))
 
 def run_command(args: argparse.Namespace) -> int:
     root = find_root()

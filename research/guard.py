@@ -48,6 +48,20 @@ def script_problem(base: bytes, source: bytes) -> str:
     """Why a changed script is invalid; empty when it may run. Raises SyntaxError for a script that cannot run."""
     return differing("changes the metric", frozen_parts(base), frozen_parts(source))
 
+READ = re.compile(r"(?:environ(?:\.\w+)?[\[(]|getenv\()\s*[\"'](\w+)")
+NO_SETTINGS = {"MAX_WALLCLOCK_SECONDS", "SEED", "OUTPUT_DIR", "RUN_ID", "CUDA_VISIBLE_DEVICES"}  # set or told elsewhere
+
+def outside_settings(source: bytes) -> dict[str, str]:
+    """The environment's values of a script's settings: fields of Hyperparameters, and what it reads by name."""
+    try:
+        classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"the script is no Python ({error}); correct it") from None
+    fields = {ast.unparse(item.target).upper() for node in classes if node.name == "Hyperparameters"
+              for item in node.body if isinstance(item, ast.AnnAssign)}
+    names = fields.union(READ.findall(source.decode("utf-8", "replace"))) - NO_SETTINGS
+    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
+
 def fingerprint_data(root: Path) -> dict[str, str]:
     """By path below DATA_DIR: sha256 of tokenizers, manifests and validation shards, the size of other shards."""
     folder, found = root / os.environ.get("DATA_DIR", "data"), {}

@@ -70,6 +70,14 @@ class Loop:
                           [self.scores(ancestor, hardware) for ancestor in ancestors], saved,
                           self.scores(best, hardware))
 
+    def check_environment(self) -> None:
+        """Raises ValueError for settings that would make candidates look better or worse than kept scripts did."""
+        old, new = self.state.environment, guard.outside_settings(self.repo.source(self.repo.tip()))
+        if changed := [f"{name}={new.get(name, '')!r} (then {old.get(name, '')!r})" for name in sorted({*old, *new})
+                       if old.get(name) != new.get(name)]:
+            raise ValueError(f"the environment is not that of `start`: {', '.join(changed)}; set these as they were "
+                             "then, or put them into the script")
+
     def run_once(self, commit: str, gpu: str | None) -> Outcome:
         """One run of a commit, recorded."""
         with self.mutex:
@@ -223,6 +231,7 @@ def opened(root: Path) -> Iterator[Loop]:
     with locked(root):
         loop = Loop(root)
         loop.recover()
+        loop.check_environment()
         try:
             yield loop
         except KeyboardInterrupt:

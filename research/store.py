@@ -24,6 +24,7 @@ class State:
     cap_bytes: int = 16_000_000
     links: list[str] = field(default_factory=list)  # untracked paths that runs need
     data: dict[str, str] = field(default_factory=dict)  # fingerprints
+    environment: dict[str, str] = field(default_factory=dict)  # the script's settings that are given there
 
 @dataclass(frozen=True)
 class Row:

@@ -192,6 +192,24 @@ def test_run_refuses_what_was_tried_or_not_changed(session, capsys):
     assert "was tried as " in error_of(capsys, "run", "-d", "again")
 
 
+def test_settings_in_the_environment_stay_those_of_start(folder, capsys, monkeypatch):
+    script = folder / "train_gpt.py"
+    text = script.read_text().replace("LEVEL = 1.0\n", 'LEVEL = float(os.environ.get("WIDTH_LEVEL", "1.0"))\n')
+    script.write_text(text + "\n\nclass Hyperparameters:\n    matrix_lr: float = 0.02\n")
+    commit(folder)
+    monkeypatch.setenv("MATRIX_LR", "0.1")
+    assert cli.main([*START]) == 0
+    edit(folder, MATRIX_LR=0.03)
+    monkeypatch.setenv("WIDTH_LEVEL", "0.8")
+    assert "is not that of `start`: WIDTH_LEVEL='0.8' (then '')" in error_of(capsys, "run", "-d", "other level")
+    monkeypatch.delenv("WIDTH_LEVEL")
+    monkeypatch.delenv("MATRIX_LR")
+    assert "MATRIX_LR='' (then '0.1')" in error_of(capsys, "auto", "--agent", "false")
+    monkeypatch.setenv("MATRIX_LR", "0.1")
+    monkeypatch.setenv("HOME_PAGE", "no setting")
+    assert cli.main(["run", "-d", "as at the start"]) == 0
+
+
 def test_edits_made_during_a_run_stay(session, monkeypatch):
     edit(session, LEVEL=1.1)
     original = Loop.measure
