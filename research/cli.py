@@ -154,7 +154,7 @@ def run_command(args: argparse.Namespace) -> int:
         if same := repo.same_script(source):
             raise ValueError(f"this script was tried as {same[:SHORT]} (python -m research history); change it")
         changed = changed_files(root, base)
-        loop.baseline(args.gpu)
+        base = loop.baseline(args.gpu)
         return show_row(loop.experiment(args.gpu, base, source, one_line(args.description), changed), args.json)
 
 @dataclass
@@ -170,8 +170,6 @@ class Drive:
 
     def work(self, gpu: str | None) -> None:
         try:
-            with self.loop.mutex:  # one thread measures the baseline, the others find it
-                self.loop.baseline(gpu)
             while self.another():
                 self.once(gpu)
         except BaseException:
@@ -192,7 +190,8 @@ class Drive:
             return not (self.ended or self.loop.stop.is_set())
 
     def once(self, gpu: str | None) -> None:
-        base = self.loop.repo.tip()
+        with self.loop.mutex:  # one thread measures the baseline, also of a commit made by hand; the others find it
+            base = self.loop.baseline(gpu)
         try:
             proposal = self.propose(gpu, base)
         except NoProposal as error:

@@ -135,8 +135,8 @@ class Loop:
             return None
         return Verdict("invalid", 0.0, f"its {len(ours)} runs are equal whatever the seed; SEED must decide weights")
 
-    def baseline(self, gpu: str | None) -> None:
-        """Runs of the tip on this hardware, until its noise can be known. Raises ValueError when one fails."""
+    def baseline(self, gpu: str | None) -> str:
+        """The tip, after runs on this hardware until its noise can be known. Raises ValueError when one fails."""
         hardware, tip, tried = guard.hardware(gpu), self.repo.tip(), self.repo.tried()
         if tip not in tried.values():  # at the start, and after a commit that was made by hand
             self.repo.remember(max(tried, default=-1) + 1, tip)
@@ -150,6 +150,7 @@ class Loop:
             reason = f"baseline, {len(scores)} runs, noise {pooled_noise([scores])[0]:.6f}{same}"
             append_row(self.root, self.make_row(tip, hardware, "baseline", Verdict("keep", 0.0, reason)))
             self.say(f"  {reason}")
+        return tip
 
     def experiment(self, gpu: str | None, base: str, source: bytes, description: str,
                    changed: Sequence[str] = ()) -> Row:
@@ -163,10 +164,10 @@ class Loop:
         if problem := guard.data_problem(self.state.data, self.root):
             verdict = Verdict("invalid", 0.0, f"{problem}; restore it, or start a new session")
         with self.mutex:
-            tip = self.repo.tip()
-            if verdict.action != "keep" or tip == base:
+            if verdict.action != "keep" or self.repo.tip() == base:
                 return self.finish(commit, gpu, verdict)
-            # Another thread kept something meanwhile: the gain must hold on top of that.
+            # Another thread kept something, or the user committed: the gain must hold on top of that.
+            tip = self.baseline(gpu)
             moved = self.repo.moved(gpu, tip, commit)
             fate = "conflicts with a newer keep" if moved is None else "tried again on a newer keep"
             row = self.finish(commit, gpu, Verdict("discard", verdict.gain, f"{fate}: {verdict.reason}"))

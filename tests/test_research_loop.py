@@ -319,6 +319,34 @@ def test_a_gain_over_a_commit_that_is_no_longer_the_tip_is_tried_again_on_it(ses
     assert_in_order(session)
 
 
+def test_a_commit_by_hand_during_a_run_gets_its_baseline_and_the_gain_is_tried_on_it(session, monkeypatch):
+    original = Loop.measure
+
+    def measure(self, *arguments):
+        if not (session / "notes.md").exists():
+            (session / "notes.md").write_text("by hand")
+            git(session, "add", "notes.md")
+            commit(session)
+        return original(self, *arguments)
+    monkeypatch.setattr(Loop, "measure", measure)
+    agent = "sed -i 's/^LEVEL = 1.0/LEVEL = 0.9/' train_gpt.py"
+    assert cli.main(["auto", "--agent", agent, "--iterations", "1"]) == 0
+    assert [(row.status, row.description) for row in read_rows(session)] == [
+        ("keep", "baseline"), ("keep", "baseline"), ("discard", "LEVEL = 0.9"),
+        ("keep", "LEVEL = 0.9 (on a newer keep)")]
+    assert "LEVEL = 0.9" in (session / "train_gpt.py").read_text()
+
+
+def test_a_commit_by_hand_between_proposals_gets_its_baseline(session, tmp_path):
+    (tmp_path / "agent.sh").write_text(f"cd {session}; test -e n.md || (touch n.md; git add n.md; git commit -qm n)\n"
+                                       "cd $OLDPWD; sed -i 's/^LEVEL = 1.0/LEVEL = 1.1/' train_gpt.py\n"
+                                       "echo \"# $$\" >> train_gpt.py\n")
+    git(session, "config", "user.name", "t")
+    git(session, "config", "user.email", "t@localhost")
+    assert cli.main(["auto", "--agent", f"sh {tmp_path}/agent.sh", "--iterations", "2"]) == 0
+    assert [row.description == "baseline" for row in read_rows(session)] == [True, False, True, False]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_cleanly(session, number):
     edit(session, SLEEP=30.0)
