@@ -71,17 +71,17 @@ def run_process(command: Sequence[str], cwd: Path, environment: Mapping[str, str
                                        stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         except OSError as error:
             raise ValueError(f"{command[0]!r} cannot be started ({error.strerror}); correct the command") from None
-    deadline = time.monotonic() + limit_seconds
-    try:
-        while (code := process.poll()) is None and time.monotonic() < deadline and log.stat().st_size < LOG_BYTES:
-            if stop.wait(0.05):
-                raise KeyboardInterrupt
-        return code
-    finally:
-        end_processes(log.parent)
-        if process.poll() is None:  # where there is no /proc
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end, file = time.monotonic() + limit_seconds, output.fileno()  # the run may have deleted its name
+        try:
+            while (code := process.poll()) is None and time.monotonic() < end and os.fstat(file).st_size < LOG_BYTES:
+                if stop.wait(0.05):
+                    raise KeyboardInterrupt
+            return code
+        finally:
+            end_processes(log.parent)
+            if process.poll() is None:  # where there is no /proc
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 def marked(folder: Path) -> list[int]:
     """Processes of the runs whose logs are in or below this folder. Needs Linux's /proc."""

@@ -20,7 +20,7 @@ from golf.cli import write_file
 from golf.trial import end_processes, read_text, run_process
 from research import guard
 from research.decide import Verdict, decide, pooled_noise
-from research.repo import Repo, git
+from research.repo import Repo, git, remove_tree
 from research.store import FOLDER, SHORT, Row, append_line, append_row, load_state, locked, read_rows, whole_lines
 from research.trial import Outcome, judge
 
@@ -82,12 +82,16 @@ class Loop:
         """One run of a commit, recorded."""
         with self.mutex:
             tree, seed = self.repo.worktree(gpu, commit), next(self.seeds)
+        for old in (self.folder / "runs").glob(f"*/{seed}"):  # of a run that was cut short: else its seed were used
+            remove_tree(old)
         output = self.output_folder(commit, seed)
+        output.mkdir(parents=True)
+        log = output.with_name("log.txt")
         environment = {**os.environ, "MAX_WALLCLOCK_SECONDS": f"{self.state.budget:g}", "SEED": str(seed),
                        "OUTPUT_DIR": str(output), **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
         try:
-            code = run_process(self.state.command, tree, environment, output / "log.txt", self.state.limit, self.stop)
-            outcome = judge(code, read_text(output / "log.txt"), self.state)
+            code = run_process(self.state.command, tree, environment, log, self.state.limit, self.stop)
+            outcome = judge(code, read_text(log) if log.is_file() else "", self.state)
         finally:
             for path in output.glob("**/*"):
                 if path.is_file() and path.stat().st_size > KEPT_FILE_BYTES and path.suffix != ".txt":
@@ -102,7 +106,7 @@ class Loop:
         return outcome
 
     def output_folder(self, commit: str, seed: int) -> Path:
-        return self.folder / "runs" / commit[:SHORT] / str(seed)
+        return self.folder / "runs" / commit[:SHORT] / str(seed) / "output"  # beside the log: a run may empty it
 
     def tail(self, commit: str) -> str:
         """The end of a commit's last log, if there is one."""
@@ -184,8 +188,8 @@ class Loop:
         base, source = (self.repo.source(name) for name in (f"{commit}^", commit))
         try:
             problem = guard.data_problem(self.state.data, self.root) or guard.script_problem(base, source)
-        except (SyntaxError, ValueError) as error:
-            return Verdict("crash", 0.0, f"no Python: {error}")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            return Verdict("crash", 0.0, f"no Python that can be checked: {error}")
         return Verdict("invalid", 0.0, problem) if problem else None
 
     def finish(self, commit: str, gpu: str | None, verdict: Verdict) -> Row:

@@ -2,6 +2,7 @@
 one place that writes to the user's tree."""
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -35,6 +36,16 @@ def changed_files(root: Path, commit: str = "HEAD") -> list[str]:
     """Tracked files that differ from a commit, in index or tree."""
     return [name for name in git(root, "diff", "--name-only", "-z", commit).split("\0") if name]
 
+def remove_tree(path: Path) -> None:
+    """A folder of runs, also with folders in it that a run made read-only."""
+    if path.is_dir():
+        path.chmod(0o700)
+    for parent, names, _ in os.walk(path):
+        for inner in (Path(parent, name) for name in names):
+            if not inner.is_symlink():
+                inner.chmod(0o700)
+    shutil.rmtree(path, ignore_errors=True)
+
 class Repo:
     """The repository of one session."""
 
@@ -67,7 +78,7 @@ class Repo:
     def worktree(self, gpu: str | None, commit: str) -> Path:
         """A new checkout of `commit`, one per GPU, with links to untracked data of the user's tree."""
         path = self.root / FOLDER / "work" / (gpu or "0")
-        shutil.rmtree(path, ignore_errors=True)
+        remove_tree(path)
         # Twice --force: the entry of the old one is still there, and locked when its making was killed.
         git(self.root, "worktree", "add", "--quiet", "--force", "--force", "--detach", str(path), commit)
         for link in self.links:

@@ -45,7 +45,7 @@ class Row:
 COLUMNS = {item.name: {"float": float, "int": int, "str": str}[item.type] for item in fields(Row)}
 
 def one_line(text: str) -> str:
-    return " ".join(text.split())
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 def load_state(root: Path) -> State:
     path = root / FOLDER / "state.json"

@@ -25,6 +25,7 @@ from research_helpers import (  # noqa: F401 - fixtures
 from golf import trial
 from research import cli
 from research.loop import Loop
+from research.repo import remove_tree
 from research.store import COLUMNS, append_line, read_rows, whole_lines
 
 # ruff: noqa: F811 - fixtures are parameters too
@@ -140,6 +141,55 @@ def test_debris_of_a_candidate_stays_out_of_the_tree(session):
     cli.main(["run", "-d", "debris"])
     assert not list(session.glob("junk.py"))
     assert_in_order(session)
+
+
+def misbehave(folder, code):
+    """Lets every run of the script do this too."""
+    script = folder / "train_gpt.py"
+    script.write_text(script.read_text().replace("def misbehave():\n", f"def misbehave():\n    {code}\n"))
+
+
+@pytest.mark.parametrize("where, status", [("", "discard"), ("..", "crash")])
+def test_a_run_that_deletes_its_output_folder_or_even_its_log(session, capsys, where, status):
+    edit(session, LEVEL=1.1)
+    misbehave(session, f"import shutil; shutil.rmtree(os.environ['OUTPUT_DIR'] + '/{where}'); time.sleep(0.3)")
+    assert run_json(capsys, "run", "-d", "cleans up")[1]["status"] == status
+    assert_in_order(session)
+
+
+def test_read_only_folders_of_a_run_go_with_its_worktree(tmp_path):
+    """Without the rights of root, which no mode stops; what a link in the worktree points to keeps its mode."""
+    (tmp_path / "data").mkdir(mode=0o555)
+    pid = os.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        if os.geteuid() == 0:
+            os.chown(".", 65534, 65534)
+            os.setuid(65534)
+        Path("tree/cache/inner").mkdir(parents=True)
+        Path("tree/cache/inner/f").touch()
+        Path("tree/data").symlink_to("../data")
+        for path in ("tree/cache/inner", "tree/cache", "tree"):
+            Path(path).chmod(0o555 if path != "tree/cache" else 0)
+        remove_tree(Path("tree"))
+        os._exit(Path("tree").exists())
+    assert os.waitpid(pid, 0)[1] == 0 and (tmp_path / "data").stat().st_mode & 0o777 == 0o555
+
+
+def test_a_script_too_deep_to_be_checked_does_not_end_the_loop(session, capsys):
+    script = session / "train_gpt.py"
+    script.write_text(script.read_text() + "TABLE = " + "+".join(["1"] * 3000) + "\n")
+    _, row = run_json(capsys, "run", "-d", "deep")
+    assert row["status"] == "crash" and row["reason"].startswith("no Python that can be checked")
+
+
+def test_what_an_interrupted_run_left_is_gone_before_its_seed_runs_again(session):
+    left = session / ".research/runs/0123456789/1339/output/weights.bin"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half")
+    edit(session, LEVEL=1.1)
+    assert cli.main(["run", "-d", "worse"]) == 0
+    assert read_rows(session)[-1].seeds == "1339" and not left.exists()
 
 
 def test_equal_and_smaller_is_kept(session, capsys):
@@ -281,6 +331,12 @@ def test_any_command_is_an_agent(session):
     assert cli.main(["auto", "--agent", "sed -i 's/^LEVEL = 1.0/LEVEL = 0.9/' train_gpt.py", "--iterations", "1"]) == 0
     row = read_rows(session)[-1]
     assert (row.status, row.description) == ("keep", "LEVEL = 0.9")
+
+
+def test_an_agents_last_line_may_hold_anything(session):
+    agent = "sh -c 'echo \"# x\" >> train_gpt.py; printf \"lr\\000 up\\033[0m\\n\"'"
+    assert cli.main(["auto", "--agent", agent, "--iterations", "1"]) == 0
+    assert read_rows(session)[-1].description == "lr up [0m"
 
 
 def test_agent_that_fails_or_repeats_itself_ends_the_loop(session, capsys):
@@ -452,7 +508,7 @@ def test_promote_makes_a_checked_record_folder(session, capsys, tmp_path):
     script = (session / "train_gpt.py").read_text()
     for seed, loss in ((1337, 2.5261), (1338, 2.5275)):
         (logs,) = session.glob(f".research/runs/*/{seed}")
-        logs = logs / "logs"
+        logs = logs / "output/logs"
         logs.mkdir()
         (logs / "run.txt").write_text(gh.log_text(seed, loss, script))
     options = ("non_record", "Found", "--author", "A", "--github-id", "a", "--blurb", "Found by the loop.")
