@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 from research.store import FOLDER, RESULTS, State
@@ -12,6 +13,8 @@ from research.store import FOLDER, RESULTS, State
 # The user's hooks, signatures and name are for the user's commits.
 OWN = ("-c", "core.hooksPath=/dev/null", "-c", "commit.gpgSign=false", "-c", "gc.auto=0", "-c", "user.name=research",
        "-c", "user.email=research@localhost")
+
+LOCK_SECONDS = 300.0
 
 def git(root: Path, *arguments: str) -> str:
     """Standard output without its last line end. Raises ValueError with git's message."""
@@ -21,7 +24,23 @@ def git(root: Path, *arguments: str) -> str:
         raise ValueError(f"git {' '.join(arguments[:3])}: {message or f'exit status {done.returncode}'}")
     return done.stdout.decode("utf-8", "replace").removesuffix("\n")
 
+def git_when_free(root: Path, *arguments: str) -> None:
+    """Git in the user's tree, whose index a `git commit` with an open editor may hold for a while."""
+    end = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            git(root, *arguments)
+            return
+        except ValueError as error:
+            if "index.lock" not in str(error) or time.monotonic() > end:
+                raise
+        time.sleep(0.2)
+
 def find_root() -> Path:
+    """Also forgets the repository and index of a git that runs this (an alias, a hook): git here, in runs and in agents
+    would use them in place of the worktrees' own."""
+    for name in git(Path.cwd(), "rev-parse", "--local-env-vars").split():
+        os.environ.pop(name, None)
     return Path(git(Path.cwd(), "rev-parse", "--show-toplevel"))
 
 def exclude_own_files(root: Path) -> None:
@@ -126,11 +145,13 @@ class Repo:
             git(self.root, "update-ref", f"refs/heads/{self.branch}", commit, base)
         if git(self.root, "rev-parse", "--symbolic-full-name", "HEAD") != f"refs/heads/{self.branch}":
             return ""
+        if not git(self.root, "status", "--porcelain", "--", self.script):
+            return ""
         tip = self.tip()
         if self.tree_source() in (None, *map(self.source, (base, commit, tip))):
-            git(self.root, "checkout", "--quiet", tip, "--", self.script)
+            git_when_free(self.root, "checkout", "--quiet", tip, "--", self.script)
             return ""
-        git(self.root, "reset", "--quiet", tip, "--", self.script)
+        git_when_free(self.root, "reset", "--quiet", tip, "--", self.script)
         return f" ({self.script} was edited meanwhile and is left as it is)"
 
     def clear_locks(self, settling_since: float | None) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Timer
 
 import golf_helpers as gh
 import pytest
@@ -258,6 +259,28 @@ def test_settings_in_the_environment_stay_those_of_start(folder, capsys, monkeyp
     monkeypatch.setenv("MATRIX_LR", "0.1")
     monkeypatch.setenv("HOME_PAGE", "no setting")
     assert cli.main(["run", "-d", "as at the start"]) == 0
+
+
+def test_an_open_commit_of_the_user_holds_only_what_writes_to_the_tree(session):
+    """Its lock holds the index as long as the editor is open."""
+    lock = session / ".git/index.lock"
+    lock.touch()
+    assert cli.main(["auto", "--agent", f"{AGENT} gain=-0.1", "--iterations", "2"]) == 0
+    Timer(2.0, lock.unlink).start()
+    assert cli.main(["auto", "--agent", f"{AGENT} gain=0.1", "--iterations", "1"]) == 0
+    assert [row.status for row in read_rows(session)] == ["keep", "discard", "discard", "keep"] and not lock.exists()
+    assert_in_order(session)
+
+
+def test_the_repository_of_a_git_around_the_loop_is_not_used(session, monkeypatch):
+    """As with an alias in a linked worktree, which exports GIT_DIR, or in a hook."""
+    tip = git(session, "rev-parse", "research/night")
+    edit(session, LEVEL=1.1)
+    monkeypatch.setenv("GIT_DIR", str(session / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(session / ".git/other"))
+    assert cli.main(["run", "-d", "worse"]) == 0
+    assert git(session, "rev-parse", "research/night") == tip
+    assert_in_order(session)
 
 
 def test_edits_made_during_a_run_stay(session, monkeypatch):
