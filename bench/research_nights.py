@@ -57,6 +57,19 @@ def campaign(nights: int, seed: int, no_ops: int, true_gains: int, gain: float =
             "runs": statistics.mean(runs for _, runs in results)}
 
 
+def simpler(candidates: int, seed: int, loss: float) -> dict[str, float]:
+    """The share kept of simpler candidates that are worse by `loss`, each against the same level and two ancestors."""
+    rng, kept = random.Random(seed), 0
+    for _ in range(candidates):
+        ancestors = [[rng.gauss(1.0, NOISE) for _ in range(rule.MOST_RUNS)] for _ in range(2)]
+        incumbent, candidate = [rng.gauss(1.0, NOISE) for _ in range(2)], [rng.gauss(1.0 + loss, NOISE)]
+        while (verdict := rule.decide(incumbent, candidate, ancestors, saved=1)).action.startswith("run"):
+            worse, group = (loss, candidate) if verdict.action == "run candidate" else (0.0, incumbent)
+            group.append(rng.gauss(1.0 + worse, NOISE))
+        kept += verdict.action == "keep"
+    return {"candidates": candidates, "loss_bpb": loss, "noise_bpb": NOISE, "kept": kept / candidates}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nights", type=int, default=20)
@@ -71,7 +84,8 @@ def main() -> int:
               "only no-ops": campaign(args.nights, args.seed, 50, 0),
               "gains among no-ops": campaign(args.nights, args.seed, 90, 10),
               "half as large": campaign(args.nights, args.seed, 90, 10, 0.002),
-              "twice as large": campaign(args.nights, args.seed, 90, 10, 0.008)}
+              "twice as large": campaign(args.nights, args.seed, 90, 10, 0.008),
+              "simpler": [simpler(100 * args.nights, args.seed, loss) for loss in (0.0, 0.001, 0.002, 0.004)]}
     text = json.dumps(result, indent=1)
     print(text)
     if args.json:

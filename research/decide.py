@@ -44,12 +44,12 @@ def in_errors(gain: float, noise: float, runs: int, others: int) -> float:
     return gain / error if error else math.copysign(math.inf, gain) if gain else 0.0
 
 def decide(incumbent: Sequence[float], candidate: Sequence[float], ancestors: Sequence[Sequence[float]] = (),
-           bytes_saved: int = 0, best: Sequence[float] = ()) -> Verdict:
+           saved: int = 0, best: Sequence[float] = ()) -> Verdict:
     """What to do after these runs.
 
     incumbent: scores of the commit to beat, two or more; candidate: one or more; ancestors: of each other kept commit;
-    bytes_saved: how much smaller the candidate's script is; best: scores of the last commit that was kept for its gain,
-    which a smaller script must equal too, so that many small losses do not add up."""
+    saved: how much less syntax the candidate's script has; best: scores of the last commit that was kept for its gain,
+    which a simpler script must equal too, so that many small losses do not add up."""
     assert len(incumbent) >= 2 and candidate, "two runs of the incumbent and one of the candidate are needed"
     runs, last = len(candidate), len(candidate) >= MOST_RUNS
     noise, freedom = pooled_noise([incumbent, candidate, *ancestors])
@@ -59,11 +59,11 @@ def decide(incumbent: Sequence[float], candidate: Sequence[float], ancestors: Se
     said = f"gain {gain:+.6f} is {errors:.1f} standard errors over {runs} run{'s' * (runs > 1)}"
     if runs > 1 and errors > upper:
         return Verdict("keep", gain, f"{said}, more than {upper:.1f}")
-    if bytes_saved > 0:
+    if saved > 0:
         best = best or incumbent
         worst = min(errors, in_errors(fmean(best) - fmean(candidate), noise, runs, len(best)))
         if runs >= EQUAL_RUNS and worst >= -EQUAL_ERRORS:
-            return Verdict("keep", gain, f"equal within noise and {bytes_saved} bytes smaller: {said}")
+            return Verdict("keep", gain, f"equal within noise and simpler by {saved} nodes of syntax: {said}")
         if runs < EQUAL_RUNS and worst >= -2 * EQUAL_ERRORS:
             lower = -math.inf
     if last or errors <= lower:

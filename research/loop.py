@@ -65,9 +65,9 @@ class Loop:
             base, kept = self.repo.parent(commit), self.kept()
             ancestors = {commit for commit, _ in kept} - {base}
             best = [commit for commit, row in kept if not row.reason.startswith("equal")][-1]
-            saved = len(self.repo.source(base)) - len(self.repo.source(commit))
+            before, after = (guard.syntax_nodes(self.repo.source(name)) for name in (base, commit))
             return decide(self.scores(base, hardware), self.scores(commit, hardware),
-                          [self.scores(ancestor, hardware) for ancestor in ancestors], saved,
+                          [self.scores(ancestor, hardware) for ancestor in ancestors], before - after,
                           self.scores(best, hardware))
 
     def check_environment(self) -> None:

@@ -60,26 +60,26 @@ def test_unstable_candidate_is_not_kept_and_its_noise_is_its_own():
     assert verdict.action == "discard"
 
 
-def test_equal_and_smaller_is_kept_after_three_runs():
+def test_equal_and_simpler_is_kept_after_three_runs():
     same = [1.0003, 1.0001, 0.9999]
-    assert decide(INCUMBENT, same[:1], CALM, bytes_saved=50).action == "run candidate"
-    kept = decide(INCUMBENT, same, CALM, bytes_saved=50)
-    assert kept.action == "keep" and kept.reason.startswith("equal within noise and 50 bytes smaller")
+    assert decide(INCUMBENT, same[:1], CALM, saved=50).action == "run candidate"
+    kept = decide(INCUMBENT, same, CALM, saved=50)
+    assert kept.action == "keep" and kept.reason.startswith("equal within noise and simpler by 50 nodes")
     assert decide(INCUMBENT, same, CALM).action == "discard"
-    assert decide(INCUMBENT, [1.003, 1.003, 1.003], CALM, bytes_saved=50).action == "discard"
+    assert decide(INCUMBENT, [1.003, 1.003, 1.003], CALM, saved=50).action == "discard"
 
 
-def test_small_losses_of_smaller_scripts_do_not_add_up():
+def test_small_losses_of_simpler_scripts_do_not_add_up():
     worse = [1.0003, 1.0001, 0.9999]
     best = [0.998, 0.996, 0.997] * 2
-    assert decide(INCUMBENT, worse, CALM, bytes_saved=50, best=best).action == "discard"
+    assert decide(INCUMBENT, worse, CALM, saved=50, best=best).action == "discard"
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.floats(0.5, 2), min_size=2, max_size=12), st.lists(st.floats(0.5, 2), min_size=1, max_size=5),
        st.integers(-100, 100))
 def test_always_answers_and_ends(incumbent, candidate, saved):
-    verdict = decide(incumbent, candidate, bytes_saved=saved)
+    verdict = decide(incumbent, candidate, saved=saved)
     assert verdict.gain == pytest.approx(math.fsum(incumbent) / len(incumbent) - math.fsum(candidate) / len(candidate))
     if len(candidate) == MOST_RUNS:
         assert verdict.action in ("keep", "discard")
@@ -106,3 +106,8 @@ def test_a_strict_comparison_would_keep_luck():
         score = rng.gauss(1.0, research_nights.NOISE)
         keeps, best = keeps + (score < best), min(best, score)
     assert keeps >= 3
+
+
+def test_of_equal_and_simpler_candidates_few_that_are_worse_are_kept():
+    kept = [research_nights.simpler(candidates=400, seed=1, loss=loss)["kept"] for loss in (0, 0.001, 0.002, 0.004)]
+    assert 0.5 < kept[0] < 0.7 and kept[1] < 0.4 and kept[2] < 0.16 and kept[3] < 0.02

@@ -193,17 +193,20 @@ def test_what_an_interrupted_run_left_is_gone_before_its_seed_runs_again(session
     assert read_rows(session)[-1].seeds == "1339" and not left.exists()
 
 
-def test_equal_and_smaller_is_kept(session, capsys):
+def test_equal_and_simpler_is_kept(session, capsys):
     edit(session, NOISE=1e-7, LEVEL=0.95)
     assert run_json(capsys, "run", "-d", "quiet and better")[1]["status"] == "keep"
     script = session / "train_gpt.py"
-    shorter = script.read_text().replace("it prints what train_gpt.py prints, with a score", "with a score")
-    script.write_text(shorter)
-    _, row = run_json(capsys, "run", "-d", "less text")
-    assert row["status"] == "keep" and row["reason"].startswith("equal within noise and 36 bytes smaller")
-    script.write_text(shorter + "# longer\n")
-    assert run_json(capsys, "run", "-d", "more text")[1]["status"] == "discard"
-    assert script.read_text() == shorter
+    source = script.read_text()
+    for old, new in (("it prints what train_gpt.py prints, with a score", "with a score"), ("0.02", ".02"),
+                     ("the candidate is broken", "broken"), ("sleep(SLEEP)", "sleep( SLEEP )")):
+        script.write_text(source.replace(old, new))
+        assert run_json(capsys, "run", "-d", "no simpler")[1]["status"] == "discard"
+    assert script.read_text() == source
+    script.write_text(source.replace("stderr=subprocess.DEVNULL)", ")"))
+    _, row = run_json(capsys, "run", "-d", "one argument less")
+    assert row["status"] == "keep" and row["reason"].startswith("equal within noise and simpler by 5 nodes of syntax")
+    assert "stderr=" not in script.read_text()
     assert_in_order(session)
 
 
