@@ -25,6 +25,7 @@ from research.repo import Repo, changed_files, exclude_own_files, find_root, git
 from research.store import FOLDER, RESULTS, SHORT, Row, State, load_state, locked, one_line
 
 FAILURES_IN_A_ROW = 5  # of an agent, before `auto` gives up
+FAILED_RUNS_IN_A_ROW = 3  # of candidates, before `auto` asks whether the kept script still runs
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -166,6 +167,7 @@ class Drive:
     began: float = field(default_factory=time.monotonic)
     proposals: int = 0
     failures: int = 0
+    failed_runs: int = 0
     ended: str = ""
 
     def work(self, gpu: str | None) -> None:
@@ -201,7 +203,11 @@ class Drive:
                 raise ValueError(f"{self.failures} calls in a row brought no proposal; the last: {error}") from None
             return
         self.failures = 0
-        proposal.learn(self.loop.experiment(gpu, base, proposal.source, proposal.description, proposal.changed))
+        row = self.loop.experiment(gpu, base, proposal.source, proposal.description, proposal.changed)
+        proposal.learn(row)
+        self.failed_runs = self.failed_runs + 1 if row.status in ("crash", "timeout", "nan") else 0
+        if self.failed_runs and self.failed_runs % FAILED_RUNS_IN_A_ROW == 0:
+            self.loop.check_machine(gpu)
 
 def auto_command(args: argparse.Namespace) -> int:
     gpus = [name for name in args.gpus.split(",") if name] or [None]

@@ -78,7 +78,11 @@ def fingerprint_data(root: Path) -> dict[str, str]:
     return found
 
 def data_problem(old: dict[str, str], root: Path) -> str:
-    return differing("data or tokenizer changed", old, fingerprint_data(root))
+    """What changed since `start`; new files count only beside shards that were there then."""
+    folders = {Path(name).parent for name in old if name.endswith(".bin")}
+    new = {name: value for name, value in fingerprint_data(root).items()
+           if name in old or Path(name).parent in folders}
+    return differing("data or tokenizer changed", old, new)
 
 @cache
 def hardware(gpu: str | None) -> str:

@@ -132,6 +132,12 @@ class Loop:
                 return self.seed_problem(commit, gpu) or verdict
         return Verdict(outcome.status, 0.0, outcome.reason)
 
+    def check_machine(self, gpu: str | None) -> None:
+        """Raises ValueError when the kept script, which ran, fails too: then no candidate is to blame."""
+        outcome = self.run_once(self.repo.tip(), gpu)
+        if outcome.status != "ok":
+            raise ValueError(f"the kept script now fails too ({outcome.reason}); look at machine and data, then go on")
+
     def seed_problem(self, commit: str, gpu: str | None) -> Verdict | None:
         """A candidate whose runs are equal where the incumbent's are not has chosen its seed: its noise counts as 0."""
         ours, theirs = (self.scores(c, guard.hardware(gpu)) for c in (commit, self.repo.parent(commit)))
@@ -158,7 +164,10 @@ class Loop:
 
     def experiment(self, gpu: str | None, base: str, source: bytes, description: str,
                    changed: Sequence[str] = ()) -> Row:
-        """Tries a script on top of `base`; `changed` are the files that differ from it where the script was edited."""
+        """Tries a script on top of `base`; `changed` are the files that differ from it where the script was edited.
+        Raises ValueError when it cannot be measured: then it is not to blame and may be tried again."""
+        if problem := guard.data_problem(self.state.data, self.root):
+            raise ValueError(f"{problem}; restore it, or start a new session")
         with self.mutex:
             number = max(self.repo.tried(), default=0) + 1
             commit = self.repo.commit(gpu, base, source, f"{description}\n\nExperiment: {number}\n")
@@ -187,7 +196,7 @@ class Loop:
             return Verdict("invalid", 0.0, f"only {self.state.script} may change, not {', '.join(others[:3])}")
         base, source = (self.repo.source(name) for name in (f"{commit}^", commit))
         try:
-            problem = guard.data_problem(self.state.data, self.root) or guard.script_problem(base, source)
+            problem = guard.script_problem(base, source)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return Verdict("crash", 0.0, f"no Python that can be checked: {error}")
         return Verdict("invalid", 0.0, problem) if problem else None

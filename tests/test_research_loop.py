@@ -230,12 +230,42 @@ def test_changes_of_metric_code_and_data_are_invalid(session, capsys, monkeypatc
     _, row = run_json(capsys, "run", "-d", "other code")
     assert row["status"] == "invalid" and "helper.py" in row["reason"]
     assert (session / "helper.py").read_text() == "CHANGED = 1\n"  # whoever changed it undoes it
-    git(session, "checkout", "helper.py")
-    (session / "data").mkdir()
-    (session / "data/tokenizer.model").write_text("other")
-    edit(session, LEVEL=0.91)
-    _, row = run_json(capsys, "run", "-d", "other tokenizer")
-    assert row["status"] == "invalid" and "tokenizer.model" in row["reason"]
+
+
+def test_changed_data_costs_no_proposal(folder, capsys):
+    shards = folder / "data/datasets/a"
+    shards.mkdir(parents=True)
+    (shards / "fineweb_val_0.bin").write_text("tokens")
+    assert cli.main([*START]) == 0
+    (folder / "data/datasets/b").mkdir()
+    (folder / "data/datasets/b/fineweb_val_0.bin").write_text("another data set")
+    (folder / "data/other.model").write_text("and its tokenizer")
+    assert cli.main(["auto", "--agent", f"{AGENT} gain=0.1", "--iterations", "1"]) == 0
+    (shards / "fineweb_val_1.bin").write_text("more")
+    for command in (("auto", "--agent", f"{AGENT} gain=0.1"), ("auto", "--agent", f"{AGENT} gain=0.2")):
+        assert "data or tokenizer changed: data/datasets/a/fineweb_val_1.bin; restore it" in error_of(capsys, *command)
+    assert [row.status for row in read_rows(folder)] == ["keep", "keep"]
+
+
+def test_a_candidate_that_changes_the_data_is_invalid(folder, capsys):
+    (folder / "data").mkdir()
+    (folder / "data/fineweb_val_0.bin").write_text("tokens")
+    assert cli.main([*START]) == 0
+    capsys.readouterr()
+    misbehave(folder, "Path('data/fineweb_val_0.bin').write_text('easier')")
+    assert run_json(capsys, "run", "-d", "other data")[1]["status"] == "invalid"
+
+
+def test_a_broken_machine_ends_the_loop_and_one_good_run_lets_it_go_on(folder, capsys):
+    broken = folder.parent / "broken"
+    misbehave(folder, f"assert not Path({str(broken)!r}).exists(), 'no memory'")
+    commit(folder)
+    assert cli.main([*START]) == 0
+    assert cli.main(["auto", "--agent", f"{AGENT} behaviour=crash", "--iterations", "4"]) == 0
+    broken.touch()
+    said = error_of(capsys, "auto", "--agent", f"{AGENT} gain=0.1")
+    assert "the kept script now fails too (exit status 1: AssertionError: no memory); look at machine" in said
+    assert [row.status for row in read_rows(folder)][5:] == ["crash"] * 3
 
 
 def test_run_refuses_what_was_tried_or_not_changed(session, capsys):
