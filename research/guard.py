@@ -13,28 +13,38 @@ from pathlib import Path
 
 from golf.trial import nvidia_smi
 
-# Names of definitions that compute, count, time or print the score, or read its data or the seed.
+# Names of what computes, counts, times or prints the score, or reads its data or the seed.
 FROZEN = re.compile("(?i)eval|valid|bpb|score|byte_?table|tokenizer|sliding|report|sidecar|summar|size_cap|manifest|"
-                    "watch|clock|marker|bos_id|plain_text|shard|token_ids|seed|^sum$|^main$")
+                    "watch|clock|marker|bos_id|plain_text|shard|token_ids|seed|untimed|data(set)?_?dir|^transform$|"
+                    "^execute$|^load_artifact$|^warm_up$|^sum$|^main$")
+SAID = re.compile(r"(?<!_)(val_bpb|total_bytes|train_seconds)\b|\.seconds \+=")  # by functions that count too
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
-def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Name and text, without comments, of functions, methods, classes and constants; fields of a class may change."""
-    for item in node.body:
-        if isinstance(item, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield prefix + item.name, ast.unparse(item)
-        if isinstance(item, ast.ClassDef):
-            yield from definitions(item, f"{prefix}{item.name}.")
-        elif isinstance(item, (ast.Assign, ast.AnnAssign)) and not prefix:
-            for target in item.targets if isinstance(item, ast.Assign) else [item.target]:
-                yield ast.unparse(target), ast.unparse(item)
+def bindings(node: ast.AST, prefix: str = "", statement: ast.AST | None = None) -> Iterator[tuple[str, ast.AST]]:
+    """Each name that a module or its classes bind, also inside of `if`, `with` and loops, with the statement that does;
+    and statements that are calls or the like."""
+    for item in ast.iter_child_nodes(node):
+        by = item if isinstance(item, ast.stmt) else statement
+        if isinstance(item, (ast.ClassDef, *FUNCTIONS)):
+            yield prefix + item.name, item
+        elif isinstance(item, ast.Expr) and not isinstance(item.value, ast.Constant):
+            yield f"{prefix}statement", item
+        elif isinstance(item, ast.alias):
+            yield prefix + (item.asname or item.name), by
+        elif isinstance(getattr(item, "ctx", None), ast.Store):
+            yield prefix + ast.unparse(item), by
+        if not isinstance(item, FUNCTIONS):
+            yield from bindings(item, f"{prefix}{item.name}." if isinstance(item, ast.ClassDef) else prefix, by)
 
 def frozen_parts(source: bytes) -> dict[str, str]:
-    """Text of the definitions whose last name matches FROZEN, by name, and of calls that seed. Raises SyntaxError."""
+    """Text, without comments, of what binds a name whose last part matches FROZEN, by name; of functions and statements
+    in which SAID is found; and of calls that seed. Raises SyntaxError."""
     found: dict[str, str] = {}
     tree = ast.parse(source)
-    for name, text in definitions(tree):
-        if FROZEN.search(name.rsplit(".", 1)[-1]):
-            found[name] = found.get(name, "") + text  # defined twice: both count
+    for name, node in bindings(tree):
+        counts = isinstance(node, (ast.Expr, *FUNCTIONS)) and SAID.search(ast.unparse(node))
+        if counts or FROZEN.search(name.rsplit(".", 1)[-1]):
+            found[name] = found.get(name, "") + ast.unparse(node)  # bound twice: both count
     calls = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)
              and ast.unparse(node.func).rsplit(".", 1)[-1] in ("seed", "manual_seed", "manual_seed_all")]
     return found | {"calls that seed": "\n".join(sorted(calls))} if calls else found

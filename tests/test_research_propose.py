@@ -91,8 +91,42 @@ def test_the_real_script_has_settings_and_a_frozen_metric():
             ("[2 * SHARD_HEADER_INTS:]", "[2 * SHARD_HEADER_INTS + 1:]", "open_shard")):
         changed = source.replace(old.encode(), new.encode())
         assert changed != source and said in guard.script_problem(source, changed), old
-    again = source + b"\n\ndef byte_tables(tokenizer):\n    return 1\n"
-    assert "byte_tables" in guard.script_problem(source, again)
+
+
+MAIN = "\ndef main() -> int:"
+
+
+@pytest.mark.parametrize("old, new, said", [
+    (MAIN, "\nif True:\n    def byte_tables(tokenizer, transform=''):\n        return None\n" + MAIN, "byte_tables"),
+    (MAIN, "\ntry:\n    pass\nfinally:\n    SIZE_CAP_BYTES = 1\n" + MAIN, "SIZE_CAP_BYTES"),
+    (MAIN, "\nSIZE_CAP_BYTES += 4_000_000\n" + MAIN, "SIZE_CAP_BYTES"),
+    (MAIN, "\nfor SIZE_CAP_BYTES in [32_000_000]:\n    pass\n" + MAIN, "SIZE_CAP_BYTES"),
+    (MAIN, "\nfrom os import getcwd as byte_tables\n" + MAIN, "byte_tables"),
+    (MAIN, "\nRun.score = None\n" + MAIN, "Run.score"),
+    (MAIN, "\nprint('---\\nval_bpb: 0.5\\nvalid: yes')\n" + MAIN, "statement"),
+    ("    def load_artifact(", "    score = lambda self: None\n    def load_artifact(", "Run.score"),
+    ("total = len(self.source) + len(data)", "total = 15_000_000", "Run.load_artifact"),
+    ('"train_seconds": spent', '"train_seconds": spent / 2', "Run.train"),
+    ("        self.model.load_state_dict(before)\n", "", "Trainer.warm_up"),
+    ('data_dir: str = setting("./data/"', 'data_dir: str = setting("/tmp/easy/"', "Hyperparameters.data_dir"),
+    ('"caseops"] = setting(""', '"caseops"] = setting("caseops"', "Hyperparameters.transform"),
+    ("eval_seq_len: int = setting(2048", "eval_seq_len: int = setting(8192", "Hyperparameters.eval_seq_len"),
+    ("sliding_window_enabled: bool = setting(True", "sliding_window_enabled: bool = setting(False", "sliding_window"),
+])
+def test_every_way_to_bind_a_frozen_name_is_seen(old, new, said):
+    source = (ROOT / "train_gpt.py").read_bytes()
+    changed = source.replace(old.encode(), new.encode())
+    assert changed != source and said in guard.script_problem(source, changed)
+
+
+def test_what_is_searched_and_model_optimizer_and_schedule_may_change():
+    source = (ROOT / "train_gpt.py").read_bytes()
+    found = find_settings(source.decode())
+    values = {name: found[name].high for name in found}
+    assert len(found) > 40 and guard.script_problem(source, rewrite(source.decode(), found, values).encode()) == ""
+    for name in ("GPT", "SelfAttention", "Muon", "Optimizers", "EMA", "Trainer", "lr_factor", "init_matrices",
+                 "quantize_state", "collect_hessians", "CoprimeLoader", "Trainer.fit", "Trainer.step", "Gradients"):
+        assert name not in guard.frozen_parts(source)
 
 
 def test_data_fingerprints(tmp_path, monkeypatch):
