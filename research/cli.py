@@ -164,6 +164,7 @@ class Drive:
     loop: Loop
     propose: Agent | OptunaSearch
     args: argparse.Namespace
+    rows_before: int
     began: float = field(default_factory=time.monotonic)
     proposals: int = 0
     failures: int = 0
@@ -181,8 +182,8 @@ class Drive:
     def another(self) -> bool:
         """Counts a proposal, unless a limit is reached."""
         with self.loop.mutex:
-            rows, args = self.loop.rows(), self.args
-            kept = [row.val_bpb for row in rows if row.status == "keep"]
+            rows, args = self.loop.rows()[self.rows_before:], self.args
+            kept = [row.val_bpb for _, row in self.loop.kept()]
             limits = {f"{args.iterations} iterations": self.proposals >= args.iterations,
                       f"{args.hours:g} hours": time.monotonic() - self.began > 3600 * args.hours,
                       f"the target of {args.target:g}": bool(kept) and kept[-1] <= args.target,
@@ -219,7 +220,7 @@ def auto_command(args: argparse.Namespace) -> int:
     with opened(find_root()) as loop:
         names = [name.upper() for name in args.settings.split(",") if name]
         propose = OptunaSearch(loop, names) if args.proposer else Agent(loop, args.agent, args.agent_seconds)
-        drive = Drive(loop, propose, args)
+        drive = Drive(loop, propose, args, len(loop.rows()))
         with ThreadPoolExecutor(len(gpus)) as pool:
             futures = [pool.submit(drive.work, gpu) for gpu in gpus]
             try:

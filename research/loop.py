@@ -56,8 +56,8 @@ class Loop:
         return [r["val_bpb"] for r in self.runs(commit, hardware) if r["status"] == "ok"]
 
     def kept(self) -> list[tuple[str, Row]]:
-        """Commits of the kept rows, oldest first."""
-        commits = {commit[:SHORT]: commit for commit in self.repo.tried().values()}
+        """Commits of the kept rows that are on the branch still, oldest first."""
+        commits = {commit[:SHORT]: commit for commit in self.repo.tried(f"--merged={self.repo.full_branch}").values()}
         return [(commits[row.commit], row) for row in self.rows() if row.status == "keep" and row.commit in commits]
 
     def verdict(self, commit: str, hardware: str) -> Verdict:
@@ -234,7 +234,7 @@ class Loop:
             if row := rows.get(commit[:SHORT]):
                 self.repo.settle(commit, row.status == "keep")
             settling.unlink()
-        for commit in self.repo.tried(f"--no-merged={self.repo.branch}").values():
+        for commit in self.repo.tried(f"--no-merged={self.repo.full_branch}").values():
             if commit[:SHORT] not in rows:
                 self.say(f"found half done: {commit[:SHORT]}")
                 self.finish(commit, None, Verdict("crash", 0.0, "interrupted"))

@@ -70,10 +70,10 @@ class Repo:
 
     def __init__(self, root: Path, state: State) -> None:
         self.root, self.script, self.branch, self.links = root, state.script, f"research/{state.tag}", state.links
-        self.ref_folder = f"refs/research/{state.tag}"
+        self.ref_folder, self.full_branch = f"refs/research/{state.tag}", f"refs/heads/{self.branch}"
 
     def tip(self) -> str:
-        return git(self.root, "rev-parse", "--verify", f"refs/heads/{self.branch}")
+        return git(self.root, "rev-parse", "--verify", self.full_branch)
 
     def parent(self, commit: str) -> str:
         return git(self.root, "rev-parse", f"{commit}^")
@@ -142,8 +142,8 @@ class Repo:
         the candidate's nor the base's: then it is newer work, as the text returned says. Repeating it is harmless."""
         base = self.parent(commit)
         if kept and self.tip() == base:
-            git(self.root, "update-ref", f"refs/heads/{self.branch}", commit, base)
-        if git(self.root, "rev-parse", "--symbolic-full-name", "HEAD") != f"refs/heads/{self.branch}":
+            git(self.root, "update-ref", self.full_branch, commit, base)
+        if git(self.root, "rev-parse", "--symbolic-full-name", "HEAD") != self.full_branch:
             return ""
         if not git(self.root, "status", "--porcelain", "--", self.script):
             return ""
@@ -158,7 +158,7 @@ class Repo:
         """Removes lock files that this loop's git left behind when it was killed; those of the user's index and HEAD
         only when it was killed while it changed them, and if they are not older."""
         common, own = (self.root / git(self.root, "rev-parse", name) for name in ("--git-common-dir", "--git-dir"))
-        for path in (common / f"refs/heads/{self.branch}.lock", *(common / self.ref_folder).glob("*.lock")):
+        for path in (common / f"{self.full_branch}.lock", *(common / self.ref_folder).glob("*.lock")):
             path.unlink(missing_ok=True)
         for path in (own / "index.lock", own / "HEAD.lock"):
             if settling_since is not None and path.exists() and path.stat().st_mtime >= settling_since - 1:

@@ -14,7 +14,7 @@ from golf.plots import saved
 from research.decide import pooled_noise
 from research.loop import Loop, opened
 from research.repo import find_root
-from research.store import Row
+from research.store import SHORT, Row
 
 LABEL_CHARS, TOP_GAINS = 45, 10
 
@@ -46,7 +46,9 @@ def report_command(args: argparse.Namespace) -> int:
 def summarize(loop: Loop) -> dict[str, Any]:
     """What rows and runs say; None where there is nothing to say."""
     rows = loop.rows()
-    kept = [row for row in rows if row.status == "keep"]
+    gone = {commit[:SHORT] for commit in loop.repo.tried(f"--no-merged={loop.repo.full_branch}").values()}
+    kept = [row for row in rows if row.status == "keep" and row.commit not in gone]  # and not taken back by hand
+    same = [row for row in kept if row.hardware == kept[-1].hardware]
     changes = [row for row in rows if not row.reason.startswith("baseline")]
     gains = sorted((row for row in changes if row.status == "keep"), key=lambda row: -row.gain)
     counts = Counter(row.status for row in changes)
@@ -55,9 +57,9 @@ def summarize(loop: Loop) -> dict[str, Any]:
     scores = [scores for commit in dict(loop.kept()) if (scores := loop.scores(commit, kept[-1].hardware))]
     return {"experiments": len(changes), "counts": dict(counts),
             "keep_rate": counts["keep"] / decided if decided else None,
-            "baseline_bpb": kept[0].val_bpb if kept else None, "best_bpb": kept[-1].val_bpb if kept else None,
+            "baseline_bpb": same[0].val_bpb if kept else None, "best_bpb": kept[-1].val_bpb if kept else None,
             "best_commit": kept[-1].commit if kept else None, "since_last_keep": idle(rows),
-            "seconds_of_training": sum(row.seconds * (row.seeds.count(",") + 1) for row in rows),
+            "seconds_of_training": sum(r["seconds"] for r in loop.records),
             "hardware": "; ".join(sorted({row.hardware for row in rows if row.hardware})),
             "noise_bpb": pooled_noise(scores)[0] if scores else None,
             "gain_by_all_runs": fmean(scores[0]) - fmean(scores[-1]) if scores else None,

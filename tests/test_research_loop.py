@@ -560,6 +560,34 @@ def test_report_measures_the_gain_again(session, capsys):
     assert report["gain_by_all_runs"] == pytest.approx(0.1, abs=0.01) and 0 < report["noise_bpb"] < 0.02
 
 
+def test_report_counts_every_run_and_names_what_is_on_the_branch(session, capsys, monkeypatch):
+    for level in (0.9, 0.8):
+        edit(session, LEVEL=level)
+        cli.main(["run", "-d", f"level {level}"])
+    capsys.readouterr()
+    _, report = run_json(capsys, "report")
+    assert report["seconds_of_training"] == len(Loop(session).records) > 6
+    git(session, "tag", "research/night", "HEAD~2")  # a tag of the same name is not the branch
+    git(session, "reset", "-q", "--hard", "HEAD~1")
+    _, report = run_json(capsys, "report")
+    assert git(session, "rev-parse", "HEAD").startswith(report["best_commit"])
+    assert report["best_bpb"] == pytest.approx(0.91, abs=0.01)
+    assert cli.main(["auto", "--agent", f"{AGENT} gain=-0.1", "--target", "0.85", "--iterations", "1"]) == 0
+    assert read_rows(session)[-1].status == "discard"
+    monkeypatch.setattr("research.guard.hardware", lambda gpu: "2 x Other")
+    edit(session, LEVEL=0.7)
+    cli.main(["run", "-d", "elsewhere"])
+    capsys.readouterr()
+    _, report = run_json(capsys, "report")
+    assert report["baseline_bpb"] == pytest.approx(0.91, abs=0.01)
+
+
+def test_plateau_counts_this_calls_experiments(session):
+    for count in (2, 4):
+        assert cli.main(["auto", "--agent", f"{AGENT} gain=-0.05", "--plateau", "2"]) == 0
+        assert len(read_rows(session)) == count + 1
+
+
 def test_promote_makes_a_checked_record_folder(session, capsys, tmp_path):
     script = (session / "train_gpt.py").read_text()
     for seed, loss in ((1337, 2.5261), (1338, 2.5275)):
