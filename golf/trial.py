@@ -40,11 +40,14 @@ def recipe(name: str = "train_gpt") -> Any:
         sys.path.pop(0)
 
 def nvidia_smi(query: str) -> list[str] | None:
-    """The answer for each GPU; empty when nvidia-smi fails, None where it is missing."""
+    """The answer for each GPU; empty when nvidia-smi fails or hangs, None where it is missing."""
     if shutil.which("nvidia-smi") is None:
         return None
-    done = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True,
-                          text=True, check=False, timeout=60)
+    try:
+        done = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True,
+                              text=True, check=False, timeout=60)
+    except subprocess.TimeoutExpired:
+        return []
     return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
 
 def run_limited(command: Sequence[str], folder: Path, environment: Mapping[str, str],

@@ -94,14 +94,23 @@ def data_problem(old: dict[str, str], root: Path) -> str:
            if name in old or Path(name).parent in folders}
     return differing("data or tokenizer changed", old, new)
 
+def gpu_name(names: list[str], number: str) -> str:
+    """One that has no number (a UUID) stands for itself where GPUs differ."""
+    if number.isdigit() and int(number) < len(names):
+        return names[int(number)]
+    return names[0] if len({*names}) == 1 else number
+
 @cache
 def hardware(gpu: str | None) -> str:
-    """Such as `1 x NVIDIA H200, torch 2.11.0`: scores compare only when it is the same."""
+    """Such as `1 x NVIDIA H200, torch 2.11.0`: scores compare only when it is the same. Raises ValueError for a name
+    that is none of a GPU: it becomes a folder's too."""
+    if gpu is not None and not re.fullmatch(r"[\w,-]+", gpu):
+        raise ValueError(f"GPU {gpu!r} must be letters, digits, - and commas; give its number, such as 0")
     machine = f"{os.cpu_count()} cores {platform.machine()}"
     if names := nvidia_smi("name"):
         visible = gpu if gpu is not None else os.environ.get("CUDA_VISIBLE_DEVICES")
-        count = len(names) if visible is None else len([number for number in visible.split(",") if number])
-        machine = f"{count} x {names[0]}" if count else machine
+        used = names if visible is None else [gpu_name(names, number) for number in visible.split(",") if number]
+        machine = f"{len(used)} x {' and '.join(sorted({*used}))}" if used else machine
     try:
         return f"{machine}, torch {metadata.version('torch')}"
     except metadata.PackageNotFoundError:

@@ -88,7 +88,9 @@ class Loop:
         output.mkdir(parents=True)
         log = output.with_name("log.txt")
         environment = {**os.environ, "MAX_WALLCLOCK_SECONDS": f"{self.state.budget:g}", "SEED": str(seed),
-                       "OUTPUT_DIR": str(output), **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+                       "OUTPUT_DIR": str(output)}
+        if gpu is not None:  # in nvidia-smi's order, by which `hardware` names it
+            environment |= {"CUDA_VISIBLE_DEVICES": gpu, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         try:
             code = run_process(self.state.command, tree, environment, log, self.state.limit, self.stop)
             outcome = judge(code, read_text(log) if log.is_file() else "", self.state)

@@ -268,6 +268,13 @@ def test_a_broken_machine_ends_the_loop_and_one_good_run_lets_it_go_on(folder, c
     assert [row.status for row in read_rows(folder)][5:] == ["crash"] * 3
 
 
+def test_a_gpu_is_no_path(session, capsys):
+    edit(session, LEVEL=1.1)
+    assert "GPU '..' must be letters" in error_of(capsys, "run", "-d", "x", "--gpu", "..")
+    assert "GPU '.' must be letters" in error_of(capsys, "auto", "--agent", "true", "--gpus", "0,.")
+    assert len(read_rows(session)) == 1
+
+
 def test_run_refuses_what_was_tried_or_not_changed(session, capsys):
     assert "is as it was kept last" in error_of(capsys, "run", "-d", "nothing")
     edit(session, LEVEL=1.1)

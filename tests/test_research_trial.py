@@ -9,6 +9,7 @@ import pytest
 
 from golf import trial
 from golf.trial import marked, run_process
+from research import guard
 from research.store import State
 from research.trial import judge
 
@@ -63,6 +64,29 @@ def test_numbers():
     outcome = judge(0, block(), STATE)
     assert (outcome.val_bpb, outcome.seconds, outcome.steps, outcome.bytes, outcome.memory_mib) == (
         1.1, 300.4, 1639, 15_990_000, 25_900)
+
+
+def test_hardware_is_that_of_the_chosen_gpus(monkeypatch):
+    names = ["NVIDIA H100", "NVIDIA T4", "NVIDIA T4"]
+    monkeypatch.setattr(guard, "nvidia_smi", lambda query: names)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    said = {gpu: guard.hardware.__wrapped__(gpu).partition(", torch")[0] for gpu in ("0", "1", "1,2", "0,2", "GPU-a1")}
+    assert said == {"0": "1 x NVIDIA H100", "1": "1 x NVIDIA T4", "1,2": "2 x NVIDIA T4",
+                    "0,2": "2 x NVIDIA H100 and NVIDIA T4", "GPU-a1": "1 x GPU-a1"}
+    del names[1:]
+    assert guard.hardware.__wrapped__("GPU-a1").startswith("1 x NVIDIA H100")
+    for gpu in ("..", "0/1", ""):
+        with pytest.raises(ValueError, match="must be letters, digits"):
+            guard.hardware(gpu)
+
+
+def test_an_nvidia_smi_that_hangs_is_one_that_fails(monkeypatch, tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 5\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *a, **options: run(*a, **{**options, "timeout": 0.1}))
+    assert trial.nvidia_smi("name") == []
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
