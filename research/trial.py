@@ -11,6 +11,7 @@ from golf.trial import LOG_BYTES
 from research.store import State
 
 CAUSE = re.compile(r"(?m)^(?:\[rank\d+\]: ?)?((?:[\w.]+(?:Error|Exception)|error): .{1,200})")  # the first one named
+COUNTED = "val_bpb", "train_seconds", "total_bytes", "valid"  # lines of the summary that decide
 
 @dataclass(frozen=True)
 class Outcome:
@@ -37,6 +38,8 @@ def judge(code: int | None, text: str, state: State) -> Outcome:
     codes, cause = {code, *map(int, re.findall(r"exitcode\s*:\s*(-?\d+)", text))}, CAUSE.search(text)
     failed = f"exit status {', '.join(map(str, sorted(codes - {0})))}{': ' + cause[1] if cause else ''}"
     seconds, total_bytes = log.train_seconds or 0.0, log.total_bytes or 0
+    timed = 0 < seconds < math.inf
+    twice = [name for name in COUNTED if len(re.findall(rf"(?m)^{name}: ", text.partition("---\n")[2])) > 1]
     verdicts = [  # the first that holds counts
         (3 in codes or not all(map(math.isfinite, [bpb, *(step[1] for step in log.steps)])),
          "nan", "the loss or the score is not finite"),
@@ -45,9 +48,11 @@ def judge(code: int | None, text: str, state: State) -> Outcome:
         (codes != {0}, "crash", failed),
         (bpb <= 0, "crash", "no line 'val_bpb: NUMBER', above 0, after a line '---'"),
         (log.valid is False, "invalid", f"the script says valid: {log.summary.get('valid')}"),
+        (twice, "invalid", f"the summary has {', '.join(twice)} twice; print it once"),
+        (not timed, "invalid", "no line 'train_seconds: NUMBER', above 0, after a line '---'"),
         (seconds > 1.03 * state.budget + 2,  # a step that begins in time may end after it
          "invalid", f"trained {seconds:.1f} s, the budget is {state.budget:g} s"),
         (True, "ok", "finished")]
     status, reason = next((status, reason) for holds, status, reason in verdicts if holds)
-    return Outcome(status, reason, bpb if status == "ok" else 0.0, seconds, log.steps_done or 0, total_bytes,
-                   log.peak_memory_mib or 0)
+    return Outcome(status, reason, bpb if status == "ok" else 0.0, seconds if timed else 0.0, log.steps_done or 0,
+                   total_bytes, log.peak_memory_mib or 0)

@@ -48,6 +48,11 @@ STEP = "5/10 train_loss: {} train_time: 0.1m tok/s: 1000\n"
     (0, block(valid="no: read data late"), "invalid"),
     (0, block(train_seconds="340.0"), "invalid"),
     (0, block(val_bpb="-1"), "crash"),
+    (0, block(train_seconds=None), "invalid"),
+    (0, block(train_seconds="0.0"), "invalid"),
+    (0, block(train_seconds="nan"), "invalid"),
+    (0, block() + "val_bpb: 0.5\n", "invalid"),
+    (0, block(val_bpb="0.5") + block(), "invalid"),
 ])
 def test_status(code, text, status):
     outcome = judge(code, text.replace("\r", "\n"), STATE)
