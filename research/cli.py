@@ -152,7 +152,7 @@ def run_command(args: argparse.Namespace) -> int:
         source = repo.tree_source()
         if source in (None, repo.source(base)):
             raise ValueError(f"{repo.script} is as it was kept last; change it, then run")
-        if same := repo.same_script(source):
+        if same := loop.same_script(source):
             raise ValueError(f"this script was tried as {same[:SHORT]} (python -m research history); change it")
         changed = changed_files(root, base)
         base = loop.baseline(args.gpu)

@@ -55,6 +55,11 @@ class Loop:
     def scores(self, commit: str, hardware: str) -> list[float]:
         return [r["val_bpb"] for r in self.runs(commit, hardware) if r["status"] == "ok"]
 
+    def same_script(self, source: bytes) -> str | None:
+        """The first tried commit with exactly this script; one that was interrupted was not tried."""
+        cut = {row.commit for row in self.rows() if row.reason == "interrupted"}
+        return self.repo.same_script(source, cut)
+
     def kept(self) -> list[tuple[str, Row]]:
         """Commits of the kept rows that are on the branch still, oldest first."""
         commits = {commit[:SHORT]: commit for commit in self.repo.tried(f"--merged={self.repo.full_branch}").values()}
@@ -96,8 +101,9 @@ class Loop:
             outcome = judge(code, read_text(log) if log.is_file() else "", self.state)
         finally:
             for path in output.glob("**/*"):
-                if path.is_file() and path.stat().st_size > KEPT_FILE_BYTES and path.suffix != ".txt":
-                    path.unlink()
+                with contextlib.suppress(OSError):  # in a folder that the run made read-only
+                    if path.is_file() and path.stat().st_size > KEPT_FILE_BYTES and path.suffix != ".txt":
+                        path.unlink()
         record = {"commit": commit, "seed": seed, "hardware": guard.hardware(gpu), "budget": self.state.budget,
                   **vars(outcome)}
         with self.mutex:
@@ -120,8 +126,10 @@ class Loop:
 
     def measure(self, commit: str, gpu: str | None) -> Verdict:
         """Runs candidate and incumbent until the rule decides or the candidate fails."""
-        failures, outcome = 0, self.run_once(commit, gpu)
-        while outcome.status == "ok":
+        failures, outcome, repeated = 0, self.run_once(commit, gpu), False
+        while outcome.status == "ok" or (not repeated and outcome.status in ("crash", "timeout")
+                                         and self.scores(commit, guard.hardware(gpu))):
+            repeated |= outcome.status != "ok"  # it ran well before: once this may be the machine
             verdict = self.verdict(commit, guard.hardware(gpu))
             if verdict.action == "run candidate":
                 outcome = self.run_once(commit, gpu)

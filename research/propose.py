@@ -59,7 +59,7 @@ class Agent:
             raise NoProposal(f"the agent failed: {end}{': ' + said if said else ''} (log: {log})")
         script = tree / repo.script
         source = script.read_bytes() if script.is_file() else b""
-        same = repo.same_script(source)
+        same = self.loop.same_script(source)
         self.note = same and f"Your last proposal was the same script as {same[:SHORT]}. Propose something else."
         if same:
             raise NoProposal(f"the agent's script is that of {same[:SHORT]}")
@@ -162,7 +162,7 @@ class OptunaSearch:
                 values = {name: self.suggest(trial, name, found[name])
                           for name in random.sample(names, min(CHANGED_TOGETHER, len(names)))}
                 proposed = rewrite(source, found, values).encode()
-                if proposed not in self.given and not self.loop.repo.same_script(proposed):
+                if proposed not in self.given and not self.loop.same_script(proposed):
                     self.given.add(proposed)
                     said = ", ".join(f"{name} {source[slice(*found[name].span)]} -> {written(value, found[name].whole)}"
                                      for name, value in values.items())

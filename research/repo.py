@@ -6,9 +6,10 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Collection
 from pathlib import Path
 
-from research.store import FOLDER, RESULTS, State
+from research.store import FOLDER, RESULTS, SHORT, State
 
 # The user's hooks, signatures and name are for the user's commits.
 OWN = ("-c", "core.hooksPath=/dev/null", "-c", "commit.gpgSign=false", "-c", "gc.auto=0", "-c", "user.name=research",
@@ -90,9 +91,10 @@ class Repo:
         lines = git(self.root, "for-each-ref", *options, self.ref_folder).splitlines()
         return {int(name.rsplit("/", 1)[1]): commit for commit, _, name in map(str.split, lines)}
 
-    def same_script(self, source: bytes) -> str | None:
-        """The first tried commit with exactly this script."""
-        return next((commit for commit in self.tried().values() if self.source(commit) == source), None)
+    def same_script(self, source: bytes, but: Collection[str] = ()) -> str | None:
+        """The first tried commit with exactly this script, but for some (their short names)."""
+        return next((commit for commit in self.tried().values()
+                     if commit[:SHORT] not in but and self.source(commit) == source), None)
 
     def worktree(self, gpu: str | None, commit: str) -> Path:
         """A new checkout of `commit`, one per GPU, with links to untracked data of the user's tree."""
