@@ -102,9 +102,9 @@ def start_command(args: argparse.Namespace) -> int:
         return show_row(loop.rows()[0], args.json)
 
 def begin(root: Path, args: argparse.Namespace) -> None:
-    """Checks everything, writes the state, then makes the branch; all again when it was killed before the baseline."""
-    again = (path := root / FOLDER / "state.json").exists()
-    if (root / RESULTS).exists() or (again and load_state(root).tag != args.tag):
+    """Checks everything, writes the state, then makes the branch; all again when it ended before the baseline."""
+    again = (path := root / FOLDER / "state.json").exists() and load_state(root).tag == args.tag
+    if (root / RESULTS).exists():
         raise ValueError(f"a session is under way in {root}; go on with run or auto, start in a folder of "
                          f"`git worktree add`, or move {FOLDER} and {RESULTS} away")
     state = make_state(root, args)
@@ -118,32 +118,43 @@ def begin(root: Path, args: argparse.Namespace) -> None:
     if changed := changed_files(root):
         raise ValueError(f"the tree is not clean ({', '.join(changed[:3])}); commit or stash first")
     git(root, "ls-files", "--error-unmatch", "--", state.script)
+    if (repo := Repo(root, state)).tree_source() != repo.source("HEAD"):
+        raise ValueError(f"{state.script} is not as git holds it: its line ends are changed at checkout; unset "
+                         "core.autocrlf and its eol attribute, delete it and check it out again")
     if again:
-        Repo(root, state).clear_locks(path.stat().st_mtime)
+        repo.clear_locks(path.stat().st_mtime)
     write_file(path, json.dumps(asdict(state), indent=1))
-    git(root, "checkout", "--quiet", *([] if exists else ["-b"]), branch)
+    try:
+        git(root, "checkout", "--quiet", *([] if exists else ["-b"]), branch)
+    except ValueError:
+        path.unlink()  # else the next start would take this one for begun
+        raise
 
 def make_state(root: Path, args: argparse.Namespace) -> State:
     if not re.fullmatch(r"[\w-]+", args.tag):
         raise ValueError(f"tag {args.tag!r} must be letters, digits, - and _; choose another")
-    for option, path in (("--script", args.script), *(("--link", link) for link in args.link)):
-        if Path(path).is_absolute() or not (root / path).exists():
+    script, links = os.path.normpath(args.script), [os.path.normpath(link) for link in args.link]
+    for option, path in (("--script", script), *(("--link", link) for link in links)):
+        if Path(path).is_absolute() or path.startswith("..") or not (root / path).exists():
             raise ValueError(f"{option} {path}: no such path below {root}; give it as seen from there")
+    if (root / script).is_symlink():
+        raise ValueError(f"--script {script} is a link, which git holds in place of the text; give the file itself")
     limit = 2 * args.budget if args.limit is None else args.limit
     if not 0 < args.budget <= limit:
         raise ValueError(f"budget {args.budget:g}, limit {limit:g}: need 0 < budget <= limit")
     data = os.environ.get("DATA_DIR", "data")
     if os.path.normpath(data).startswith(".."):
         raise ValueError(f"DATA_DIR={data} leaves the repository, and runs happen in worktrees; give an absolute path")
-    command = shlex.split(args.command) or [sys.executable, args.script]
+    command = shlex.split(args.command) or [sys.executable, script]
     if "/" in command[0] and (root / command[0]).exists():
         command[0] = str(root / command[0])  # the worktrees have no .venv
     if shutil.which(command[0]) is None:
         raise ValueError(f"--command {args.command}: {command[0]!r} cannot be started; give a program that exists")
     untracked = ("ls-files", "-z", "--others", "--directory", "--exclude=__pycache__", "--", data)
-    links = [] if Path(data).is_absolute() else [name.rstrip("/") for name in git(root, *untracked).split("\0") if name]
-    return State(args.tag, args.script, command, args.budget, limit, args.cap_bytes, links + args.link,
-                 guard.fingerprint_data(root), guard.outside_settings((root / args.script).read_bytes()))
+    if not Path(data).is_absolute():
+        links = [name.rstrip("/") for name in git(root, *untracked).split("\0") if name] + links
+    return State(args.tag, script, command, args.budget, limit, args.cap_bytes, links, guard.fingerprint_data(root),
+                 guard.outside_settings((root / script).read_bytes()))
 
 def run_command(args: argparse.Namespace) -> int:
     root = find_root()

@@ -70,6 +70,41 @@ def test_start_refuses(folder, capsys):
     assert "a session is under way" in error_of(capsys, "start", "other")
 
 
+def test_start_takes_the_script_as_git_names_it(folder, capsys):
+    assert cli.main([*START, "--script", "./train_gpt.py"]) == 0
+    edit(folder, LEVEL=0.9)
+    assert cli.main(["run", "-d", "better"]) == 0
+    assert_in_order(folder)
+
+
+def test_start_refuses_a_script_that_git_holds_otherwise(folder, capsys):
+    assert "--script ../x: no such path below" in error_of(capsys, *START, "--script", "../x")
+    (folder / "link.py").symlink_to("train_gpt.py")
+    assert "--script link.py is a link" in error_of(capsys, *START, "--script", "link.py")
+    git(folder, "config", "core.autocrlf", "true")
+    (folder / "train_gpt.py").unlink()
+    git(folder, "checkout", "train_gpt.py")
+    assert "its line ends are changed at checkout; unset" in error_of(capsys, *START)
+    git(folder, "config", "core.autocrlf", "false")
+    (folder / "train_gpt.py").unlink()
+    git(folder, "checkout", "train_gpt.py")
+    assert cli.main([*START]) == 0
+
+
+def test_a_start_that_failed_stands_in_no_ones_way(folder, capsys):
+    git(folder, "branch", "research")
+    assert "research/night" in error_of(capsys, *START)
+    assert not (folder / ".research/state.json").exists()
+    git(folder, "branch", "-D", "research")
+    edit(folder, BEHAVIOUR="crash")
+    commit(folder)
+    assert "ends with crash" in error_of(capsys, *START)
+    edit(folder, BEHAVIOUR="fine")
+    commit(folder)
+    assert cli.main(["start", "other", *START[2:]]) == 0
+    assert Loop(folder).repo.tip() == git(folder, "rev-parse", "HEAD")
+
+
 def test_start_with_a_script_that_fails_says_why(folder, capsys):
     edit(folder, BEHAVIOUR="crash")
     commit(folder)
