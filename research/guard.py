@@ -25,12 +25,10 @@ def bindings(node: ast.AST, prefix: str = "", statement: ast.AST | None = None) 
     and statements that are calls or the like."""
     for item in ast.iter_child_nodes(node):
         by = item if isinstance(item, ast.stmt) else statement
-        if isinstance(item, (ast.ClassDef, *FUNCTIONS)):
-            yield prefix + item.name, item
+        if isinstance(item, (ast.ClassDef, ast.alias, *FUNCTIONS)):
+            yield prefix + (getattr(item, "asname", None) or item.name), by
         elif isinstance(item, ast.Expr) and not isinstance(item.value, ast.Constant):
             yield f"{prefix}statement", item
-        elif isinstance(item, ast.alias):
-            yield prefix + (item.asname or item.name), by
         elif isinstance(getattr(item, "ctx", None), ast.Store):
             yield prefix + ast.unparse(item), by
         if not isinstance(item, FUNCTIONS):
@@ -69,12 +67,11 @@ NO_SETTINGS = {"MAX_WALLCLOCK_SECONDS", "SEED", "OUTPUT_DIR", "RUN_ID", "CUDA_VI
 def outside_settings(source: bytes) -> dict[str, str]:
     """The environment's values of a script's settings: fields of Hyperparameters, and what it reads by name."""
     try:
-        classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+        owners = [name.partition(".") for name, _ in bindings(ast.parse(source))]
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"the script is no Python ({error}); correct it") from None
-    fields = {ast.unparse(item.target).upper() for node in classes if node.name == "Hyperparameters"
-              for item in node.body if isinstance(item, ast.AnnAssign)}
-    names = fields.union(READ.findall(source.decode("utf-8", "replace"))) - NO_SETTINGS
+    names = {name.upper() for owner, _, name in owners if owner == "Hyperparameters"}
+    names = names.union(READ.findall(source.decode("utf-8", "replace"))) - NO_SETTINGS
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
 def fingerprint_data(root: Path) -> dict[str, str]:

@@ -21,7 +21,7 @@ from golf.trial import end_processes, read_text, run_process
 from research import guard
 from research.decide import Verdict, decide, pooled_noise
 from research.repo import Repo, git, remove_tree
-from research.store import FOLDER, SHORT, Row, append_line, append_row, load_state, locked, read_rows, whole_lines
+from research.store import FOLDER, SHORT, Row, append_line, append_row, load_state, locked, read_rows, read_runs
 from research.trial import Outcome, judge
 
 KEPT_FILE_BYTES = 2**20  # larger outputs, such as weights, are deleted: a night of them would fill a disk
@@ -36,7 +36,7 @@ class Loop:
         self.root, self.state = root, load_state(root)
         self.repo = Repo(root, self.state)
         self.folder = root / FOLDER
-        self.records = [json.loads(line) for line in whole_lines(self.folder / "runs.jsonl")]
+        self.records = read_runs(root)
         # No seed runs twice: one that suits a script or harms all would else decide the night.
         self.seeds = itertools.count(max((r["seed"] for r in self.records), default=FIRST_SEED - 1) + 1)
         self.mutex, self.stop = RLock(), Event()
@@ -62,7 +62,7 @@ class Loop:
 
     def kept(self) -> list[tuple[str, Row]]:
         """Commits of the kept rows that are on the branch still, oldest first."""
-        commits = {commit[:SHORT]: commit for commit in self.repo.tried(f"--merged={self.repo.full_branch}").values()}
+        commits = {commit[:SHORT]: commit for commit in self.repo.tried(f"--merged={self.repo.branch}").values()}
         return [(commits[row.commit], row) for row in self.rows() if row.status == "keep" and row.commit in commits]
 
     def verdict(self, commit: str, hardware: str) -> Verdict:
@@ -77,11 +77,9 @@ class Loop:
 
     def check_environment(self) -> None:
         """Raises ValueError for settings that would make candidates look better or worse than kept scripts did."""
-        old, new = self.state.environment, guard.outside_settings(self.repo.source(self.repo.tip()))
-        if changed := [f"{name}={new.get(name, '')!r} (then {old.get(name, '')!r})" for name in sorted({*old, *new})
-                       if old.get(name) != new.get(name)]:
-            raise ValueError(f"the environment is not that of `start`: {', '.join(changed)}; set these as they were "
-                             "then, or put them into the script")
+        new = guard.outside_settings(self.repo.source(self.repo.tip()))
+        if changed := guard.differing("the environment is not that of `start`", self.state.environment, new):
+            raise ValueError(f"{changed}; set what {FOLDER}/state.json says, or put it into the script")
 
     def run_once(self, commit: str, gpu: str | None) -> Outcome:
         """One run of a commit, recorded."""
@@ -174,8 +172,7 @@ class Loop:
 
     def experiment(self, gpu: str | None, base: str, source: bytes, description: str,
                    changed: Sequence[str] = ()) -> Row:
-        """Tries a script on top of `base`; `changed` are the files that differ from it where the script was edited.
-        Raises ValueError when it cannot be measured: then it is not to blame and may be tried again."""
+        """Tries a script on top of `base`; `changed` are the files that differ from it where the script was edited."""
         if problem := guard.data_problem(self.state.data, self.root):
             raise ValueError(f"{problem}; restore it, or start a new session")
         with self.mutex:
@@ -244,7 +241,7 @@ class Loop:
             if row := rows.get(commit[:SHORT]):
                 self.repo.settle(commit, row.status == "keep")
             settling.unlink()
-        for commit in self.repo.tried(f"--no-merged={self.repo.full_branch}").values():
+        for commit in self.repo.tried(f"--no-merged={self.repo.branch}").values():
             if commit[:SHORT] not in rows:
                 self.say(f"found half done: {commit[:SHORT]}")
                 self.finish(commit, None, Verdict("crash", 0.0, "interrupted"))

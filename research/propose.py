@@ -159,8 +159,10 @@ class OptunaSearch:
                                  f"{', '.join(found) or 'none'}; name some of them")
             for _ in range(SEARCH_TRIES):
                 trial = self.study.ask()
-                values = {name: self.suggest(trial, name, found[name])
-                          for name in random.sample(names, min(CHANGED_TOGETHER, len(names)))}
+                values = {}
+                for name in random.sample(names, min(CHANGED_TOGETHER, len(names))):
+                    suggest = trial.suggest_int if found[name].whole else trial.suggest_float
+                    values[name] = suggest(name, found[name].low, found[name].high, log=found[name].low > 0)
                 proposed = rewrite(source, found, values).encode()
                 if proposed not in self.given and not self.loop.same_script(proposed):
                     self.given.add(proposed)
@@ -169,10 +171,6 @@ class OptunaSearch:
                     return Proposal(proposed, said, learn=partial(self.learn, trial))
                 self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
         raise NoProposal(f"the search found no script that was not tried, {SEARCH_TRIES} times; name more settings")
-
-    def suggest(self, trial: Any, name: str, setting: Setting) -> float:
-        suggest = trial.suggest_int if setting.whole else trial.suggest_float
-        return suggest(name, setting.low, setting.high, log=setting.low > 0)
 
     def learn(self, trial: Any, row: Row) -> None:
         with self.loop.mutex:

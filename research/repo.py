@@ -15,27 +15,19 @@ from research.store import FOLDER, RESULTS, SHORT, State
 OWN = ("-c", "core.hooksPath=/dev/null", "-c", "commit.gpgSign=false", "-c", "gc.auto=0", "-c", "user.name=research",
        "-c", "user.email=research@localhost")
 
-LOCK_SECONDS = 300.0
+LOCK_SECONDS, LOCK_PAUSE = 300.0, 0.2  # for a `git commit` of the user, whose open editor holds the index
 
 def git(root: Path, *arguments: str) -> str:
     """Standard output without its last line end. Raises ValueError with git's message."""
-    done = subprocess.run(["git", *OWN, *arguments], cwd=root, capture_output=True, check=False)
+    for _ in range(int(LOCK_SECONDS / LOCK_PAUSE)):
+        done = subprocess.run(["git", *OWN, *arguments], cwd=root, capture_output=True, check=False)
+        if b"index.lock" not in done.stderr:
+            break
+        time.sleep(LOCK_PAUSE)
     if done.returncode:
         message = done.stderr.decode("utf-8", "replace").strip().replace("\n", "; ")
         raise ValueError(f"git {' '.join(arguments[:3])}: {message or f'exit status {done.returncode}'}")
     return done.stdout.decode("utf-8", "replace").removesuffix("\n")
-
-def git_when_free(root: Path, *arguments: str) -> None:
-    """Git in the user's tree, whose index a `git commit` with an open editor may hold for a while."""
-    end = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            git(root, *arguments)
-            return
-        except ValueError as error:
-            if "index.lock" not in str(error) or time.monotonic() > end:
-                raise
-        time.sleep(0.2)
 
 def find_root() -> Path:
     """Also forgets the repository and index of a git that runs this (an alias, a hook): git here, in runs and in agents
@@ -58,23 +50,18 @@ def changed_files(root: Path, commit: str = "HEAD") -> list[str]:
 
 def remove_tree(path: Path) -> None:
     """A folder of runs, also with folders in it that a run made read-only."""
-    if path.is_dir():
-        path.chmod(0o700)
-    for parent, names, _ in os.walk(path):
-        for inner in (Path(parent, name) for name in names):
-            if not inner.is_symlink():
-                inner.chmod(0o700)
+    subprocess.run(["chmod", "-R", "u+rwX", path], capture_output=True, check=False)
     shutil.rmtree(path, ignore_errors=True)
 
 class Repo:
     """The repository of one session."""
 
     def __init__(self, root: Path, state: State) -> None:
-        self.root, self.script, self.branch, self.links = root, state.script, f"research/{state.tag}", state.links
-        self.ref_folder, self.full_branch = f"refs/research/{state.tag}", f"refs/heads/{self.branch}"
+        self.root, self.script, self.links = root, state.script, state.links
+        self.ref_folder, self.branch = f"refs/research/{state.tag}", f"refs/heads/research/{state.tag}"
 
     def tip(self) -> str:
-        return git(self.root, "rev-parse", "--verify", self.full_branch)
+        return git(self.root, "rev-parse", "--verify", self.branch)
 
     def parent(self, commit: str) -> str:
         return git(self.root, "rev-parse", f"{commit}^")
@@ -144,23 +131,23 @@ class Repo:
         the candidate's nor the base's: then it is newer work, as the text returned says. Repeating it is harmless."""
         base = self.parent(commit)
         if kept and self.tip() == base:
-            git(self.root, "update-ref", self.full_branch, commit, base)
-        if git(self.root, "rev-parse", "--symbolic-full-name", "HEAD") != self.full_branch:
+            git(self.root, "update-ref", self.branch, commit, base)
+        if git(self.root, "rev-parse", "--symbolic-full-name", "HEAD") != self.branch:
             return ""
         if not git(self.root, "status", "--porcelain", "--", self.script):
             return ""
         tip = self.tip()
         if self.tree_source() in (None, *map(self.source, (base, commit, tip))):
-            git_when_free(self.root, "checkout", "--quiet", tip, "--", self.script)
+            git(self.root, "checkout", "--quiet", tip, "--", self.script)
             return ""
-        git_when_free(self.root, "reset", "--quiet", tip, "--", self.script)
+        git(self.root, "reset", "--quiet", tip, "--", self.script)
         return f" ({self.script} was edited meanwhile and is left as it is)"
 
     def clear_locks(self, settling_since: float | None) -> None:
         """Removes lock files that this loop's git left behind when it was killed; those of the user's index and HEAD
         only when it was killed while it changed them, and if they are not older."""
         common, own = (self.root / git(self.root, "rev-parse", name) for name in ("--git-common-dir", "--git-dir"))
-        for path in (common / f"{self.full_branch}.lock", *(common / self.ref_folder).glob("*.lock")):
+        for path in (common / f"{self.branch}.lock", *(common / self.ref_folder).glob("*.lock")):
             path.unlink(missing_ok=True)
         for path in (own / "index.lock", own / "HEAD.lock"):
             if settling_since is not None and path.exists() and path.stat().st_mtime >= settling_since - 1:

@@ -46,7 +46,7 @@ def report_command(args: argparse.Namespace) -> int:
 def summarize(loop: Loop) -> dict[str, Any]:
     """What rows and runs say; None where there is nothing to say."""
     rows = loop.rows()
-    gone = {commit[:SHORT] for commit in loop.repo.tried(f"--no-merged={loop.repo.full_branch}").values()}
+    gone = {commit[:SHORT] for commit in loop.repo.tried(f"--no-merged={loop.repo.branch}").values()}
     kept = [row for row in rows if row.status == "keep" and row.commit not in gone]  # and not taken back by hand
     same = [row for row in kept if row.hardware == kept[-1].hardware]
     changes = [row for row in rows if not row.reason.startswith("baseline")]

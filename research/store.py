@@ -6,9 +6,11 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 FOLDER, RESULTS = ".research", "results.tsv"
 SHORT = 10  # characters of a commit in tables and folder names
@@ -44,6 +46,8 @@ class Row:
 
 COLUMNS = {item.name: {"float": float, "int": int, "str": str}[item.type] for item in fields(Row)}
 
+RUN_KEYS = "commit", "seed", "hardware", "budget", "status", "val_bpb", "seconds", "steps", "bytes", "memory_mib"
+
 def one_line(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
@@ -51,7 +55,10 @@ def load_state(root: Path) -> State:
     path = root / FOLDER / "state.json"
     if not path.is_file():
         raise ValueError(f"{root} has no research session; begin one with: python -m research start TAG")
-    return State(**json.loads(path.read_text(encoding="utf-8")))
+    try:
+        return State(**json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); restore it, or move {FOLDER} and {RESULTS} away") from None
 
 @contextlib.contextmanager
 def locked(root: Path) -> Iterator[None]:
@@ -65,17 +72,25 @@ def locked(root: Path) -> Iterator[None]:
                              "`git worktree add`") from None
         yield
 
+def ended(data: bytes) -> bytes:
+    """Only whole lines: a last one without its end is whole when an editor took that, not when a kill cut it short."""
+    last = data[data.rfind(b"\n") + 1:]
+    whole = last.endswith(b"}") or last.count(b"\t") == len(COLUMNS) - 1
+    return data + b"\n" if whole else data.removesuffix(last)
+
 def append_line(path: Path, line: str) -> None:
     path.touch()
     with path.open("r+b") as f:
-        f.truncate(f.read().rfind(b"\n") + 1)
+        old = f.read()
+        new = ended(old)
+        f.truncate(min(len(old), len(new)))
         f.seek(0, os.SEEK_END)
-        f.write((line + "\n").encode("utf-8"))
+        f.write(new[len(old):] + (line + "\n").encode("utf-8"))
         f.flush()
         os.fsync(f.fileno())
 
 def whole_lines(path: Path) -> list[str]:
-    return path.read_bytes().decode("utf-8", errors="replace").split("\n")[:-1] if path.exists() else []
+    return ended(path.read_bytes()).decode("utf-8", errors="replace").split("\n")[:-1] if path.exists() else []
 
 def append_row(root: Path, row: Row) -> None:
     path = root / RESULTS
@@ -84,13 +99,23 @@ def append_row(root: Path, row: Row) -> None:
     values = [round(value, 6) if isinstance(value, float) else value for value in asdict(row).values()]
     append_line(path, "\t".join(one_line(str(value)) for value in values))
 
-def read_rows(root: Path) -> list[Row]:
-    """All rows, also those with the classic five columns only. Raises ValueError for a line that is none."""
-    rows, path = [], root / RESULTS
-    for number, line in enumerate(whole_lines(path)[1:], 2):
+def parsed(path: Path, first: int, parse: Callable[[str], Any], rule: str) -> list[Any]:
+    """Whole lines from the number `first` on. Raises ValueError for a line that is none."""
+    found: list[Any] = []
+    for number, line in enumerate(whole_lines(path)[first - 1:], first):
         try:
-            rows.append(Row(*(kind(text) for kind, text in zip(COLUMNS.values(), line.split("\t")))))
-        except (TypeError, ValueError):
-            raise ValueError(f"{path}:{number}: {line[:60]!r} must be {len(COLUMNS)} columns with tabs between them; "
-                             "correct or remove the line") from None
-    return rows
+            found.append(parse(line))
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{path}:{number}: {line[:60]!r} must be {rule}; correct or remove the line") from None
+    return found
+
+def read_rows(root: Path) -> list[Row]:
+    """All rows, also those with the classic five columns only."""
+    def parse(line: str) -> Row:
+        return Row(*(kind(text) for kind, text in zip(COLUMNS.values(), line.split("\t"))))
+    return parsed(root / RESULTS, 2, parse, f"{len(COLUMNS)} columns with tabs between them")
+
+def read_runs(root: Path) -> list[dict[str, Any]]:
+    def parse(line: str) -> dict[str, Any]:
+        return dict(zip(RUN_KEYS, itemgetter(*RUN_KEYS)(json.loads(line))))
+    return parsed(root / FOLDER / "runs.jsonl", 1, parse, f"JSON with {', '.join(RUN_KEYS)}")

@@ -337,10 +337,10 @@ def test_settings_in_the_environment_stay_those_of_start(folder, capsys, monkeyp
     assert cli.main([*START]) == 0
     edit(folder, MATRIX_LR=0.03)
     monkeypatch.setenv("WIDTH_LEVEL", "0.8")
-    assert "is not that of `start`: WIDTH_LEVEL='0.8' (then '')" in error_of(capsys, "run", "-d", "other level")
+    assert "is not that of `start`: WIDTH_LEVEL; set what" in error_of(capsys, "run", "-d", "other level")
     monkeypatch.delenv("WIDTH_LEVEL")
     monkeypatch.delenv("MATRIX_LR")
-    assert "MATRIX_LR='' (then '0.1')" in error_of(capsys, "auto", "--agent", "false")
+    assert "is not that of `start`: MATRIX_LR; set what" in error_of(capsys, "auto", "--agent", "false")
     monkeypatch.setenv("MATRIX_LR", "0.1")
     monkeypatch.setenv("HOME_PAGE", "no setting")
     assert cli.main(["run", "-d", "as at the start"]) == 0
@@ -579,6 +579,24 @@ def test_a_torn_last_line_is_not_a_row(session):
     assert len(read_rows(session)) == 1
     append_line(session / "results.tsv", "\t".join(["abc1234", "0.900000", "1.0", "discard", "classic row"]))
     assert [row.description for row in read_rows(session)] == ["baseline", "classic row"]
+
+
+def test_a_last_line_without_its_end_is_a_row_when_it_is_whole(session):
+    for name in ("results.tsv", ".research/runs.jsonl"):  # as editors leave it
+        path = session / name
+        path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    assert len(read_rows(session)) == 1 and len(Loop(session).records) == 2
+    edit(session, LEVEL=1.1)
+    assert cli.main(["run", "-d", "worse"]) == 0
+    assert [row.description for row in read_rows(session)] == ["baseline", "worse"] and len(Loop(session).records) == 3
+    assert_in_order(session)
+
+
+@pytest.mark.parametrize("name, text", [("state.json", ""), ("state.json", '{"tag": "n"}'), ("state.json", "[]"),
+                                        ("runs.jsonl", "garbage\n"), ("runs.jsonl", '{"a": 1}\n')])
+def test_a_damaged_file_is_named_in_one_line(session, capsys, name, text):
+    (session / ".research" / name).write_text(text)
+    assert f".research/{name}" in error_of(capsys, "history")
 
 
 # -- history, report, promote ------------------------------------------------------------------------------------------
