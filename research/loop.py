@@ -69,7 +69,7 @@ class Loop:
         with self.mutex:
             base, kept = self.repo.parent(commit), self.kept()
             ancestors = {commit for commit, _ in kept} - {base}
-            best = [commit for commit, row in kept if not row.reason.startswith("equal")][-1]
+            best = [base, *(commit for commit, row in kept if not row.reason.startswith("equal"))][-1]
             before, after = (guard.syntax_nodes(self.repo.source(name)) for name in (base, commit))
             return decide(self.scores(base, hardware), self.scores(commit, hardware),
                           [self.scores(ancestor, hardware) for ancestor in ancestors], before - after,

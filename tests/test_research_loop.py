@@ -592,6 +592,13 @@ def test_a_last_line_without_its_end_is_a_row_when_it_is_whole(session):
     assert_in_order(session)
 
 
+def test_rows_may_be_edited(session):
+    path = session / "results.tsv"
+    path.write_text(path.read_text().replace("baseline, 2 runs", "equal"))
+    edit(session, LEVEL=0.9)
+    assert cli.main(["run", "-d", "better"]) == 0 and read_rows(session)[-1].status == "keep"
+
+
 @pytest.mark.parametrize("name, text", [("state.json", ""), ("state.json", '{"tag": "n"}'), ("state.json", "[]"),
                                         ("runs.jsonl", "garbage\n"), ("runs.jsonl", '{"a": 1}\n')])
 def test_a_damaged_file_is_named_in_one_line(session, capsys, name, text):
