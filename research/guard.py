@@ -67,7 +67,7 @@ NO_SETTINGS = {"MAX_WALLCLOCK_SECONDS", "SEED", "OUTPUT_DIR", "RUN_ID", "CUDA_VI
 def outside_settings(source: bytes) -> dict[str, str]:
     """The environment's values of a script's settings: fields of Hyperparameters, and what it reads by name."""
     try:
-        owners = [name.partition(".") for name, _ in bindings(ast.parse(source))]
+        owners = [name.partition(".") for name, by in bindings(ast.parse(source)) if isinstance(by, ast.AnnAssign)]
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"the script is no Python ({error}); correct it") from None
     names = {name.upper() for owner, _, name in owners if owner == "Hyperparameters"}

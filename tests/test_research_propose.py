@@ -93,6 +93,15 @@ def test_the_real_script_has_settings_and_a_frozen_metric():
         assert changed != source and said in guard.script_problem(source, changed), old
 
 
+def test_settings_given_outside_of_the_real_script(monkeypatch):
+    given = {"MATRIX_LR": "0.03", "DATA_DIR": "d", "RANK": "0"}
+    for name, value in {**given, "VARIANT": "sp1024", "SEED": "1", "PYTHONPATH": "x"}.items():
+        monkeypatch.setenv(name, value)
+    assert guard.outside_settings((ROOT / "train_gpt.py").read_bytes()) == given
+    with pytest.raises(ValueError, match="no Python"):
+        guard.outside_settings(b"def f(:")
+
+
 MAIN = "\ndef main() -> int:"
 
 
