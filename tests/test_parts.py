@@ -1208,7 +1208,7 @@ def test_the_size_cap_itself_is_allowed(monkeypatch, tmp_path, small_artifact, s
     model, data = small_artifact
     (tmp_path / "given.ptz").write_bytes(data)
     monkeypatch.setattr(tg, "SIZE_CAP_BYTES", len(data) + 100 + spare)
-    run = types.SimpleNamespace(world=tg.World(), model=model, source=bytes(100), results={}, failure=None)
+    run = types.SimpleNamespace(world=tg.World(), model=model, hp=model.hp, source=bytes(100), results={}, failure=None)
     tg.Run.load_artifact(run, tmp_path / "given.ptz")
     assert run.results["headroom_bytes"] == spare and isinstance(run.failure, tg.OversizeError) == (spare < 0)
 
