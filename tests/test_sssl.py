@@ -2,8 +2,8 @@
 import gc
 import importlib.util
 import math
-import re
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
