@@ -361,6 +361,20 @@ def test_an_artifact_over_the_target_is_quantised_again_until_it_fits(tmp_path):
     assert float(block["int6_val_bpb"]) - float(block["pre_quant_val_bpb"]) < 0.03
 
 
+def test_memory_that_ends_in_the_first_validation_is_one_line(tmp_path):
+    """After the warm-up, which tries only the training step."""
+    folder = new_folder(tmp_path, "memory")
+    wrapper = write_wrapper(folder, """
+def full(self):
+    raise train_gpt.torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.\\nMore about it")
+train_gpt.Evaluator.full = full
+""")
+    result = run_script(folder, run_id="r", script=wrapper, iterations=2)
+    assert result.returncode == 2 and result.stderr.splitlines()[-1] == (
+        "error: CUDA out of memory. Tried to allocate 8.00 GiB.; lower MICRO_BATCH_TOKENS, now 128, or "
+        "VAL_BATCH_TOKENS=524288")
+
+
 def test_the_size_is_predicted_before_the_first_compression(tmp_path):
     folder = new_folder(tmp_path, "predicted")
     large = {name.lower(): value for name, value in LARGE.items()} | {"sliding_window_enabled": 0, "iterations": 2}
