@@ -1,5 +1,6 @@
 """Golden vectors: outputs of another implementation of the recipe, at the tolerances of tests/golden/README.md."""
 import json
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -195,6 +196,11 @@ def test_six_step_training_trace(data_here, tables, parts):
     warning = "WARNING: CUDA out of memory. Tried to allocate 8.00 GiB.; a micro-batch of 128 tokens runs in 2 parts"
     assert trainer.parts == parts and (data_here / "trace.txt").read_text().count(warning) == parts - 1
     ema = trainer.fit()
+    buffers = [weakref.ref(flat) for flat, _ in trainer.gradients.groups]
+    states = [weakref.ref(state["exp_avg"]) for state in trainer.optimizers.adam.state.values()]
+    assert states and all(ref() is not None for ref in buffers + states)
+    trainer.release()
+    assert not any(ref() is not None for ref in buffers + states), "memory of the training, held beyond its end"
     records = [json.loads(line) for line in (data_here / "trace.jsonl").read_text().splitlines()]
     losses = [r["train_loss"] for r in records if r["type"] == "step"]
     np.testing.assert_allclose(losses, case["train_loss_per_step"], rtol=0, atol=2e-4)

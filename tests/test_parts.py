@@ -801,6 +801,24 @@ def test_calibration_ends_before_the_batch_that_would_pass_the_cap(monkeypatch, 
     assert data.count == batches and any("calibration batches fit" in line for line in lines) == (batches < 6)
 
 
+@pytest.mark.parametrize("parts", [2, 3])  # of two sequences
+def test_hessians_in_parts_are_those_of_whole_batches(monkeypatch, parts):
+    hessians = []
+    for cut in (1, parts):
+        torch.manual_seed(5)
+        model, rows = fresh_model(**LARGE, gptq_calibration_batches=2), []
+        model.register_forward_pre_hook(lambda _, inputs: pytest.fail("the compiled forward is for training"))
+        model.blocks[0].register_forward_pre_hook(lambda _, inputs, rows=rows: rows.append(len(inputs[0])))
+        data, clock = SlowBatches(model.hp, monkeypatch), tg.Stopwatch()
+        clock.start()
+        hessians.append(tg.collect_hessians(model, data, clock, lambda line: None, tg.World(), cut))
+        assert rows == ([2, 2] if cut == 1 else [1, 1, 1, 1])
+    whole, in_parts = hessians
+    assert whole.keys() == in_parts.keys()
+    for name, expected in whole.items():
+        torch.testing.assert_close(in_parts[name], expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
 def test_without_gptq_no_method_is_stored():
     name = "blocks.0.mlp.fc.weight"
     meta = tg.quantize_state({name: torch.randn(300, 256)}, {}, settings(gptq_enabled=0)).meta
@@ -1035,7 +1053,7 @@ def test_short_averages_and_slow_readers_are_said(make_trainer):
 
 class Events(list):
     """A stand-in for all that Run.train calls, which notes the order; clocks are those of two ranks."""
-    plan = types.SimpleNamespace(grad_accum_steps=8)
+    plan, parts = types.SimpleNamespace(grad_accum_steps=8), 3
     steps_done, began, hessian_seconds = 5, 0.0, 0.0
     failure, evaluator, train_paths, model = None, None, [], torch.nn.Linear(1, 1)
 
@@ -1056,6 +1074,9 @@ class Events(list):
         self.append("fit")
         return self
 
+    def release(self):
+        self.append("release")
+
     def copy_to_model(self):
         self.append("average")
 
@@ -1066,6 +1087,7 @@ class Events(list):
         self.append("artifact")
 
     def collect(self, *args):
+        assert args[-1] == self.parts, "the Hessians in as many parts as the training"
         self.append("hessians")
         self.clock = tg.Stopwatch(self.clock.seconds + self.hessian_seconds)
 
@@ -1084,7 +1106,7 @@ class Events(list):
 def test_the_average_is_what_is_calibrated_and_quantised(monkeypatch):
     events = Events(settings(), 9.0, 9.0, [9.0, 9.0])
     events.hessian_seconds = 2.0
-    assert events.run(monkeypatch) == ["warm-up", "fit", "average", "checkpoint", "hessians", "artifact"]
+    assert events.run(monkeypatch) == ["warm-up", "fit", "release", "average", "checkpoint", "hessians", "artifact"]
     expected = {"train_seconds": 11, "hessian_seconds": 2, "tokens": 5 * 1024, "tokens_per_second": 5 * 1024 / 9}
     assert {key: events.results[key] for key in expected} == expected
 

@@ -375,6 +375,26 @@ train_gpt.Evaluator.full = full
         "VAL_BATCH_TOKENS=524288")
 
 
+def test_memory_that_ends_when_the_artifact_is_scored_says_how_to_score_it(tmp_path):
+    """The message of a GPU is one long line; the artifact is on disk and can be scored as the message says."""
+    folder = new_folder(tmp_path, "memory")
+    wrapper = write_wrapper(folder, """
+def sliding(self):
+    raise train_gpt.torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 96.00 MiB. 11.18 GiB allowed; Of the allocated memory 10.51 GiB is more")
+train_gpt.Evaluator.sliding = sliding
+""")
+    result = run_script(folder, run_id="r", script=wrapper, iterations=2)
+    told = "error: CUDA out of memory. Tried to allocate 96.00 MiB. 11.18 GiB allowed"
+    assert result.returncode == 2 and result.stderr.splitlines()[-1] == (
+        f"{told}; EVAL_ONLY=final_model.int6.ptz with VAL_BATCH_TOKENS under 524288 scores what was trained")
+    again = {"run_id": "s", "eval_only": "final_model.int6.ptz", "val_batch_tokens": 1024}
+    result = run_script(folder, **again)
+    assert result.returncode == 0 and "valid: yes" in result.stdout
+    result = run_script(folder, script=wrapper, **again | {"run_id": "t"})
+    assert result.returncode == 2 and result.stderr.splitlines()[-1] == f"{told}; lower VAL_BATCH_TOKENS=1024"
+
+
 def test_the_size_is_predicted_before_the_first_compression(tmp_path):
     folder = new_folder(tmp_path, "predicted")
     large = {name.lower(): value for name, value in LARGE.items()} | {"sliding_window_enabled": 0, "iterations": 2}
