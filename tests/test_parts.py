@@ -1,12 +1,14 @@
 """Properties and unit tests of the parts of train_gpt.py."""
 
 import contextlib
+import dataclasses
 import errno
 import io
 import json
 import os
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -1040,6 +1042,20 @@ def test_the_gradient_is_clipped_after_it_was_averaged_over_ranks(make_trainer, 
         trainer.step(data, 0, 1.0)
     norm = torch.stack([flat.norm() for flat, _ in trainer.gradients.groups]).norm()
     assert norm.item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_whole_step_is_read_ahead(make_trainer, monkeypatch):
+    """Its micro-batches are queued at once; nothing may wait for the reader then."""
+    trainer, loader = make_trainer(), Batches()
+    trainer.plan = dataclasses.replace(trainer.plan, grad_accum_steps=8)
+    monkeypatch.setattr(tg, "CoprimeLoader", lambda *args: loader)
+    with trainer.on_the_clock() as data:
+        deadline = time.monotonic() + 10
+        while loader.count < 8 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert loader.count == 8
+        data.next()
+    assert loader.count in (8, 9)
 
 
 def test_short_averages_and_slow_readers_are_said(make_trainer):

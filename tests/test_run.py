@@ -367,11 +367,13 @@ def test_memory_that_ends_in_the_first_validation_is_one_line(tmp_path):
     wrapper = write_wrapper(folder, """
 def full(self):
     raise train_gpt.torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.\\nMore about it")
-train_gpt.Evaluator.full = full
+def fit_memory(self):
+    self.parts = 2
+train_gpt.Evaluator.full, train_gpt.Trainer.fit_memory = full, fit_memory
 """)
-    result = run_script(folder, run_id="r", script=wrapper, iterations=2)
+    result = run_script(folder, run_id="r", script=wrapper, iterations=2, warmup_steps=1)
     assert result.returncode == 2 and result.stderr.splitlines()[-1] == (
-        "error: CUDA out of memory. Tried to allocate 8.00 GiB.; lower MICRO_BATCH_TOKENS, now 128, or "
+        "error: CUDA out of memory. Tried to allocate 8.00 GiB.; lower MICRO_BATCH_TOKENS, now 64, or "
         "VAL_BATCH_TOKENS=524288")
 
 
