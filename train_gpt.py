@@ -672,20 +672,20 @@ class Prefetcher:
     """Reads a loader ahead in a thread. Each batch has its own pinned memory, so none is overwritten in flight.
 
     A step queues all its micro-batches at once: with fewer of them ahead its last ones waited, 3 ms in a step of 4."""
-    def __init__(self, loader: CoprimeLoader, device: torch.device, clock: Stopwatch, ahead: int = 3) -> None:
+    def __init__(self, loader: CoprimeLoader, device: torch.device, clock: Stopwatch, ahead: int) -> None:
         self.loader, self.device, self.clock = loader, device, clock
-        self.last_read_seconds = self.wait_seconds = 0.0
+        self.last_read_seconds = self.wait_seconds = 0.0  # of batches in use: those ahead at the end never are
         self._thread = ThreadPoolExecutor(1)
         self._ahead = deque(self._thread.submit(self._read) for _ in range(ahead))
-    def _read(self) -> list[Tensor]:
+    def _read(self) -> tuple[list[Tensor], float]:
         batch = [torch.from_numpy(np.ascontiguousarray(part)) for part in self.loader.next_batch()]
-        self.last_read_seconds = self.clock.seconds
-        return [part.pin_memory() for part in batch] if self.device.type == "cuda" else batch
+        seconds = self.clock.seconds
+        return [part.pin_memory() for part in batch] if self.device.type == "cuda" else batch, seconds
 
     def next(self) -> list[Tensor]:
         """Inputs and targets on the device, int64 (sequences, seq_len); waits for the reader or raises its error."""
         began = time.perf_counter()
-        batch = self._ahead.popleft().result()
+        batch, self.last_read_seconds = self._ahead.popleft().result()
         self._ahead.append(self._thread.submit(self._read))
         self.wait_seconds += time.perf_counter() - began
         return [part.to(self.device, non_blocking=True) for part in batch]
@@ -1400,7 +1400,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def on_the_clock(self, skip: int = 0) -> Iterator[Prefetcher]:
-        """A new reader while the clock runs; notes when it last read."""
+        """A new reader while the clock runs; notes when the last batch in use was read."""
         synchronize(self.world.device)
         self.clock.start()
         loader = CoprimeLoader(self.train_paths, self.hp.train_seq_len, self.plan.draw_windows, self.world.rank,
@@ -1816,16 +1816,16 @@ class HessianCollector:
         return {weight: self.sums[source] for weight, source in self.sources.items()}
 
 @torch.no_grad()
-def collect_hessians(model: GPT, data: Prefetcher, clock: Stopwatch, log: RunLog, world: World,
-                     parts: int = 1) -> dict[str, Tensor]:
+def collect_hessians(trainer: Trainer, data: Prefetcher) -> dict[str, Tensor]:
     """Hessians of the uncompiled model over the first calibration batches of a new stream, inside the cap.
 
     A batch goes through the model in as many parts as in training. The clock runs. Stops early, saying so, when one
     more batch as slow as the slowest would pass the cap."""
-    hp, collector, began, slowest = model.hp, HessianCollector(model), clock.seconds, 0.0
+    hp, model, clock, log, world = trainer.hp, trainer.model, trainer.clock, trainer.log, trainer.world
+    collector, began, slowest = HessianCollector(model), clock.seconds, 0.0
     for batches in range(1, hp.gptq_calibration_batches + 1):
         start = clock.seconds
-        for ids in data.next()[0].chunk(parts):
+        for ids in data.next()[0].chunk(trainer.parts):
             model.hidden(ids)
         synchronize(world.device)
         slowest = max(slowest, clock.seconds - start)
@@ -2105,8 +2105,8 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
     def train(self) -> None:
         """Training, Hessians, quantisation; ends with the artifact on disk, before anything of it is evaluated."""
         hp, cap, hessians = self.hp, self.hp.max_wallclock_seconds, {}
-        trainer = Trainer(self.model, self.evaluator, self.train_paths, self.log, self.compile(newton_schulz))
-        self.trainer = trainer
+        self.trainer = trainer = Trainer(self.model, self.evaluator, self.train_paths, self.log,
+                                         self.compile(newton_schulz))
         if hp.train_cap_seconds and hp.gptq_enabled:
             self.log(f"gptq:reserving {hp.gptq_reserve_seconds:g}s, effective={1000 * hp.train_cap_seconds:.0f}ms")
         trainer.warm_up()
@@ -2119,7 +2119,7 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
         self.write_checkpoint()
         if hp.gptq_enabled:
             with trainer.on_the_clock() as data:
-                hessians = collect_hessians(self.model, data, trainer.clock, self.log, self.world, trainer.parts)
+                hessians = collect_hessians(trainer, data)
         self.write_artifact(hessians)
         last, spent = map(max, zip(*self.world.gather([trainer.last_read_seconds, trainer.clock.seconds])))
         self.results |= {"train_seconds": spent, "hessian_seconds": trainer.clock.seconds - seconds,

@@ -317,7 +317,7 @@ class Batches:
 
 def test_prefetcher_keeps_the_order_and_closes():
     loader = Batches()
-    data = tg.Prefetcher(loader, CPU, tg.Stopwatch())
+    data = tg.Prefetcher(loader, CPU, tg.Stopwatch(), 3)
     assert [int(data.next()[0][0, 0]) for _ in range(20)] == list(range(1, 21))
     before = threading.active_count()
     data.close()
@@ -326,8 +326,21 @@ def test_prefetcher_keeps_the_order_and_closes():
     assert loader.count <= 20 + 4, "it reads only a few batches ahead"
 
 
+def test_only_batches_in_use_count_as_read():
+    """Those ahead at the end are read in the last step, which may end after the cap, and are never used."""
+    clock, loader = types.SimpleNamespace(seconds=1.0), Batches()
+    with contextlib.closing(tg.Prefetcher(loader, CPU, clock, 3)) as data:
+        while loader.count < 3:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        clock.seconds = 9.0
+        for expected in (1, 1, 1, 9):
+            data.next()
+            assert data.last_read_seconds == expected
+
+
 def test_prefetcher_hands_an_error_to_its_consumer_in_turn():
-    data = tg.Prefetcher(Batches(fail_at=3), CPU, tg.Stopwatch())
+    data = tg.Prefetcher(Batches(fail_at=3), CPU, tg.Stopwatch(), 3)
     assert [int(data.next()[0][0, 0]) for _ in range(2)] == [1, 2]
     with pytest.raises(tg.SetupError, match="the shard is gone"):
         data.next()
@@ -799,7 +812,8 @@ def test_calibration_ends_before_the_batch_that_would_pass_the_cap(monkeypatch, 
                                gptq_reserve_seconds=1), []
     data, clock = SlowBatches(model.hp, monkeypatch), tg.Stopwatch(4.0)
     clock.start()
-    tg.collect_hessians(model, data, clock, lines.append, tg.World())
+    trainer = types.SimpleNamespace(model=model, hp=model.hp, clock=clock, log=lines.append, world=tg.World(), parts=1)
+    tg.collect_hessians(trainer, data)
     assert data.count == batches and any("calibration batches fit" in line for line in lines) == (batches < 6)
 
 
@@ -811,9 +825,11 @@ def test_hessians_in_parts_are_those_of_whole_batches(monkeypatch, parts):
         model, rows = fresh_model(**LARGE, gptq_calibration_batches=2), []
         model.register_forward_pre_hook(lambda _, inputs: pytest.fail("the compiled forward is for training"))
         model.blocks[0].register_forward_pre_hook(lambda _, inputs, rows=rows: rows.append(len(inputs[0])))
-        data, clock = SlowBatches(model.hp, monkeypatch), tg.Stopwatch()
-        clock.start()
-        hessians.append(tg.collect_hessians(model, data, clock, lambda line: None, tg.World(), cut))
+        data = SlowBatches(model.hp, monkeypatch)
+        trainer = types.SimpleNamespace(model=model, hp=model.hp, clock=tg.Stopwatch(), log=print, world=tg.World(),
+                                        parts=cut)
+        trainer.clock.start()
+        hessians.append(tg.collect_hessians(trainer, data))
         assert rows == ([2, 2] if cut == 1 else [1, 1, 1, 1])
     whole, in_parts = hessians
     assert whole.keys() == in_parts.keys()
@@ -1069,7 +1085,7 @@ def test_short_averages_and_slow_readers_are_said(make_trainer):
 
 class Events(list):
     """A stand-in for all that Run.train calls, which notes the order; clocks are those of two ranks."""
-    plan, parts = types.SimpleNamespace(grad_accum_steps=8), 3
+    plan = types.SimpleNamespace(grad_accum_steps=8)
     steps_done, began, hessian_seconds = 5, 0.0, 0.0
     failure, evaluator, train_paths, model = None, None, [], torch.nn.Linear(1, 1)
 
@@ -1102,8 +1118,8 @@ class Events(list):
     def write_artifact(self, hessians):
         self.append("artifact")
 
-    def collect(self, *args):
-        assert args[-1] == self.parts, "the Hessians in as many parts as the training"
+    def collect(self, trainer, data):
+        assert trainer is self
         self.append("hessians")
         self.clock = tg.Stopwatch(self.clock.seconds + self.hessian_seconds)
 

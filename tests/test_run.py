@@ -328,11 +328,11 @@ def test_rate_follows_the_clock_down_to_the_cap(limits):
     assert expected[0] == 1.0 and seconds[-2] < 3 <= seconds[-1]
 
 
-def test_training_data_read_past_the_cap_fails_the_run(limits):
+def test_training_data_in_use_past_the_cap_fails_the_run(limits):
     folder, result = limits["late"]
     assert_refused(result, 5, "past the cap")
     block = summary_block(result.stdout)
-    assert block["valid"].startswith("no") and float(block["train_data_last_read_seconds"]) > 2
+    assert block["valid"].startswith("no") and float(block["train_seconds"]) > 2
     assert records(folder, "r", "summary")[0]["valid"] is False
     assert (folder / "final_model.int6.ptz").is_file()
 
