@@ -2090,15 +2090,13 @@ sha256 of the script: {hashlib.sha256(self.source).hexdigest()}""")
                 self.train()
             self.score()
         except torch.OutOfMemoryError as error:
-            parts = self.trainer.parts if self.trainer else 1
-            tokens = self.plan.micro_sequences * self.hp.train_seq_len // parts
-            val_tokens = self.hp.val_batch_tokens
-            if self.hp.eval_only:
-                remedy = f"lower VAL_BATCH_TOKENS={val_tokens}"
-            elif "steps" in self.results:
-                remedy = f"EVAL_ONLY={self.artifact} with VAL_BATCH_TOKENS under {val_tokens} scores what was trained"
+            remedy = f"VAL_BATCH_TOKENS under {self.hp.val_batch_tokens}"
+            if self.hp.eval_only or "steps" in self.results:  # there is an artifact
+                remedy = f"score it with EVAL_ONLY={self.hp.eval_only or self.artifact} and {remedy}"
             else:
-                remedy = f"lower MICRO_BATCH_TOKENS, now {tokens}, or VAL_BATCH_TOKENS={val_tokens}"
+                parts = self.trainer.parts if self.trainer else 1
+                tokens = self.plan.micro_sequences * self.hp.train_seq_len // parts
+                remedy = f"set MICRO_BATCH_TOKENS under {tokens} or {remedy}"
             raise SetupError(f"{first_line(error)}; {remedy}") from None
         self.summarize()
 

@@ -373,8 +373,8 @@ train_gpt.Evaluator.full, train_gpt.Trainer.fit_memory = full, fit_memory
 """)
     result = run_script(folder, run_id="r", script=wrapper, iterations=2, warmup_steps=1)
     assert result.returncode == 2 and result.stderr.splitlines()[-1] == (
-        "error: CUDA out of memory. Tried to allocate 8.00 GiB.; lower MICRO_BATCH_TOKENS, now 64, or "
-        "VAL_BATCH_TOKENS=524288")
+        "error: CUDA out of memory. Tried to allocate 8.00 GiB.; set MICRO_BATCH_TOKENS under 64 or "
+        "VAL_BATCH_TOKENS under 524288")
 
 
 def test_memory_that_ends_when_the_artifact_is_scored_says_how_to_score_it(tmp_path):
@@ -389,12 +389,13 @@ train_gpt.Evaluator.sliding = sliding
     result = run_script(folder, run_id="r", script=wrapper, iterations=2)
     told = "error: CUDA out of memory. Tried to allocate 96.00 MiB. 11.18 GiB allowed"
     assert result.returncode == 2 and result.stderr.splitlines()[-1] == (
-        f"{told}; EVAL_ONLY=final_model.int6.ptz with VAL_BATCH_TOKENS under 524288 scores what was trained")
+        f"{told}; score it with EVAL_ONLY=final_model.int6.ptz and VAL_BATCH_TOKENS under 524288")
     again = {"run_id": "s", "eval_only": "final_model.int6.ptz", "val_batch_tokens": 1024}
     result = run_script(folder, **again)
     assert result.returncode == 0 and "valid: yes" in result.stdout
     result = run_script(folder, script=wrapper, **again | {"run_id": "t"})
-    assert result.returncode == 2 and result.stderr.splitlines()[-1] == f"{told}; lower VAL_BATCH_TOKENS=1024"
+    assert result.returncode == 2 and result.stderr.splitlines()[-1] == (
+        f"{told}; score it with EVAL_ONLY=final_model.int6.ptz and VAL_BATCH_TOKENS under 1024")
 
 
 def test_the_size_is_predicted_before_the_first_compression(tmp_path):
